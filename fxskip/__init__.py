@@ -1,0 +1,37 @@
+"""fxskip: rewire the residual stream of Mixture-of-Experts models so that communication hides under compute.
+
+    student = fxskip.transform(model, "farskip")
+
+Importing the package tells transformers' Auto classes how to load rewired models.
+"""
+
+from fxskip import distill, loss
+from fxskip.api import explain, is_transformed, plan, spec_of, transform
+from fxskip.checkpoint import register_families
+from fxskip.errors import CacheError, CaptureError, CheckpointError, FxskipError, PassError, ScheduleError, SpecError
+from fxskip.plan import Plan
+from fxskip.spec import Spec, load_spec
+from fxskip.version import __version__
+
+register_families()
+
+__all__ = [
+    "CacheError",
+    "CaptureError",
+    "CheckpointError",
+    "FxskipError",
+    "PassError",
+    "Plan",
+    "ScheduleError",
+    "Spec",
+    "SpecError",
+    "__version__",
+    "distill",
+    "explain",
+    "is_transformed",
+    "load_spec",
+    "loss",
+    "plan",
+    "spec_of",
+    "transform",
+]

@@ -1,0 +1,203 @@
+"""The public calls: transform, plan, explain, spec_of, is_transformed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import fx, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from fxskip.capture.hf import capture_layers, decoder_layers
+from fxskip.checkpoint.family import adopt, base_class, record_of
+from fxskip.checkpoint.record import WiringRecord
+from fxskip.errors import CheckpointError, PassError
+from fxskip.ir import with_streams
+from fxskip.passes.sub_blocks import sub_blocks
+from fxskip.pipeline import analyse, rewire
+from fxskip.plan import Plan, make_plan
+from fxskip.schedule.costs import Costs, block_costs
+from fxskip.spec import Spec, load_spec
+from fxskip.wiring import ModelWiring, SubBlock, connect
+
+Model = TypeVar("Model", bound=nn.Module)
+SpecSource = str | PathLike[str] | Mapping[str, Any] | Spec
+
+
+def transform(
+    model: Model,
+    spec: SpecSource,
+    *,
+    inplace: bool = False,
+    example_inputs: tuple[Any, ...] | None = None,
+    mesh: Any = None,
+) -> Model:
+    """Rewire the residual stream of a Mixture-of-Experts causal language model as `spec` says.
+
+    Args:
+        model: a causal language model of transformers; its class, modules, parameters and state_dict keys stay.
+            The result is an instance of a subclass that saves and loads with its wiring.
+        spec: a file, a mapping, the name of a preset, or a loaded Spec.
+        inplace: rewire `model` itself. By default a deep copy is made, so that the original can teach it.
+        example_inputs: positional inputs for models that are not from transformers; not supported yet.
+        mesh: a device mesh for the parallel section of the spec; not supported yet.
+
+    Raises:
+        SpecError: the spec is wrong, or selects layers that the model does not have.
+        CaptureError: the model cannot be captured.
+        PassError: the architecture cannot be rewired like that, a rule has no effect, the model has no routed
+            experts or is rewired already, or the spec asks for a stage that this version does not have.
+    """
+    loaded = load_spec(spec)
+    _refuse_missing_stages(loaded, example_inputs, mesh)
+    analysis = _analyse_stock(model)
+    wiring = analysis.connect(loaded)
+    analysis.try_out(wiring)
+    student = model if inplace else copy.deepcopy(model)
+    adopt(cast(PreTrainedModel, student), WiringRecord.of(loaded, analysis.blocks, wiring))
+    return student
+
+
+def plan(model: nn.Module | PreTrainedConfig, spec: SpecSource) -> Plan:
+    """Say what `transform` would do, without doing it. A config is enough: no weights are made or read.
+
+    Raises what `transform` raises for the spec and the architecture; stages that do not exist yet are no error.
+    """
+    loaded = load_spec(spec)
+    if isinstance(model, PreTrainedConfig):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model, dtype=torch.bfloat16)
+    analysis = _analyse_stock(model)
+    return analysis.plan(loaded, analysis.connect(loaded))
+
+
+def explain(student: nn.Module) -> Plan:
+    """Say what was done to a rewired model. The model is captured again and checked against its record.
+
+    Raises PassError for a model that is not rewired, CheckpointError where its layers are not wired as recorded.
+    """
+    record = _require_record(student)
+    analysis = _Analysis.of(cast(PreTrainedModel, student))
+    spec = load_spec(record.spec)
+    wiring = analysis.connect(spec)
+    installed = tuple(getattr(layer, "fxskip_wiring", None) for layer in decoder_layers(student)[1])
+    if installed != wiring.regions:
+        raise CheckpointError(
+            "explain",
+            "the decoder layers are not wired as the model's record says",
+            where=type(student).__name__,
+            hint="a layer or the config was replaced after the transform; transform the original model again",
+        )
+    return analysis.plan(spec, wiring)
+
+
+def spec_of(student: nn.Module) -> Spec:
+    """The spec that a rewired model was made with. Raises PassError for any other model."""
+    return load_spec(_require_record(student).spec)
+
+
+def is_transformed(model: object) -> bool:
+    """Whether `model` was rewired by fxskip, here or before it was saved."""
+    return record_of(model) is not None
+
+
+@dataclass(frozen=True)
+class _Analysis:
+    """Everything known about a model before a spec is applied."""
+
+    model: str
+    graphs: tuple[fx.Graph, ...]
+    """The analysed graph of each layer; layers of one kind share one."""
+    raw: tuple[fx.Graph, ...]
+    blocks: tuple[SubBlock, ...]
+    costs: tuple[Costs, ...]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> _Analysis:
+        captured = capture_layers(model)
+        analysed = {id(c.graph): analyse(c.graph) for c in captured}
+        bytes_per_element = model.dtype.itemsize
+        blocks: list[SubBlock] = []
+        costs: list[Costs] = []
+        for index, layer in enumerate(captured):
+            graph = analysed[id(layer.graph)]
+            found = sub_blocks(graph, layer=index, layer_path=layer.path)
+            blocks += found
+            costs += [block_costs(graph, i, bytes_per_element=bytes_per_element) for i in range(1, len(found) + 1)]
+        _require_experts(model, blocks)
+        graphs = tuple(analysed[id(c.graph)] for c in captured)
+        return cls(base_class(model).__name__, graphs, tuple(c.graph for c in captured), tuple(blocks), tuple(costs))
+
+    def connect(self, spec: Spec) -> ModelWiring:
+        return connect(spec, self.blocks)
+
+    def try_out(self, wiring: ModelWiring) -> None:
+        """Rewire each kind of layer once, so that a defect shows now and not at the first forward."""
+        for graph, region in dict.fromkeys(zip(self.raw, wiring.regions, strict=True)):
+            rewire(with_streams(graph, len(region.inputs), len(region.outputs)), region)
+
+    def plan(self, spec: Spec, wiring: ModelWiring) -> Plan:
+        return make_plan(self.model, spec.name or "an unnamed spec", wiring, self.blocks, self.costs)
+
+
+def _analyse_stock(model: nn.Module) -> _Analysis:
+    if is_transformed(model):
+        raise PassError(
+            "transform",
+            f"this model is rewired already, by the spec {spec_of(model).name!r}",
+            hint="transform the original model; fxskip.explain shows what was done to this one",
+        )
+    decoder_layers(model)  # refuses what is no language model of transformers
+    return _Analysis.of(cast(PreTrainedModel, model))
+
+
+def _require_record(student: nn.Module) -> WiringRecord:
+    record = record_of(student)
+    if record is None:
+        raise PassError(
+            "explain",
+            f"{type(student).__name__} was not rewired by fxskip",
+            hint="student = fxskip.transform(model, spec), or load a saved one with AutoModelForCausalLM",
+        )
+    return record
+
+
+def _require_experts(model: nn.Module, blocks: Sequence[SubBlock]) -> None:
+    if any(block.kind == "moe" for block in blocks):
+        return
+    raise PassError(
+        "transform",
+        f"{base_class(cast(PreTrainedModel, model)).__name__} has no routed experts in any layer",
+        where=f"layer 0: {', '.join(f'{b.kind} ({b.path})' for b in blocks if b.layer == 0)}",
+        hint="fxskip rewires Mixture-of-Experts models",
+    )
+
+
+def _refuse_missing_stages(spec: Spec, example_inputs: tuple[Any, ...] | None, mesh: Any) -> None:
+    """What the language can say and this version cannot do is refused, never ignored."""
+    missing = []
+    axes = spec.parallel.model_dump(exclude_none=True) if spec.parallel else {}
+    missing += [f"parallel.{axis}.size: {v['size']} (collectives)" for axis, v in axes.items() if v["size"] > 1]
+    if spec.schedule is not None and spec.schedule.overlap != "none":
+        missing.append(f"schedule.overlap: {spec.schedule.overlap} (the scheduler)")
+    if (runtime := spec.runtime) is not None:
+        if runtime.recompute != "none":
+            missing.append(f"runtime.recompute: {runtime.recompute} (recomputation)")
+        if runtime.transport != "auto":
+            missing.append(f"runtime.transport: {runtime.transport} (transports)")
+        if runtime.mode != "reference" and "mode" in runtime.model_fields_set:
+            missing.append(f"runtime.mode: {runtime.mode} (the scheduled runtime)")
+    if mesh is not None:
+        missing.append("mesh= (collectives)")
+    if example_inputs is not None:
+        missing.append("example_inputs= (models that are not from transformers)")
+    if missing:
+        raise PassError(
+            "transform",
+            "this version has no stage for " + "; ".join(missing),
+            hint="leave these out: the rewired model then runs in one process, in plain order. fxskip.plan accepts them",
+        )

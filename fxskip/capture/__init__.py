@@ -1,0 +1,1 @@
+"""From a model to the graph of one region a decoder layer."""

@@ -1,0 +1,137 @@
+"""The decoder layers of a Hugging Face causal language model, each as a graph, without computing anything.
+
+The model is copied in structure only, with its parameters on the meta device. One forward of that twin
+captures each kind of layer once, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from transformers import PreTrainedModel
+
+from fxskip.capture.region import compile_region
+from fxskip.errors import CaptureError
+from fxskip.ir import remove_markers
+
+BATCH, LENGTH = 2, 8
+"""Sizes of the twin's input: any but 0 and 1, which Dynamo would treat as constants."""
+
+
+@dataclass(frozen=True)
+class LayerCapture:
+    """One decoder layer: its path in the model and its captured graph, shared by all layers of its kind."""
+
+    path: str
+    graph: fx.Graph
+
+
+def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The path and the list of the decoder layers.
+
+    Raises CaptureError for what is not a causal language model of transformers.
+    """
+    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
+        raise CaptureError(
+            "decoder_layers",
+            f"{type(model).__name__} is no causal language model of transformers",
+            hint="pass a model made by AutoModelForCausalLM; other modules are not supported by this version",
+        )
+    expected = model.config.get_text_config().num_hidden_layers
+    lists = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    for path, module in lists:
+        inside_a_list = any(path.startswith(f"{outer}.") for outer, _ in lists)
+        if len(module) == expected and not inside_a_list:
+            return path, module
+    raise CaptureError(
+        "decoder_layers",
+        f"{type(model).__name__} holds no list of {expected} decoder layers",
+        where="lists of modules: " + (", ".join(f"{path} ({len(m)})" for path, m in lists) or "none"),
+        hint="this architecture is not supported",
+    )
+
+
+def layer_class(layer: nn.Module) -> type[nn.Module]:
+    """The class whose forward is the layer's original body, also where the layer has been transformed."""
+    found: type[nn.Module] = getattr(type(layer), "fxskip_base", type(layer))
+    return found
+
+
+def meta_twin(model: nn.Module) -> nn.Module:
+    """A copy of the model's structure with all tensors on the meta device; allocates no memory for them."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def capture_layers(model: PreTrainedModel) -> list[LayerCapture]:
+    """Capture every decoder layer of `model`, in the order in which they run. `model` is left alone.
+
+    Raises CaptureError where a layer cannot be captured as one graph, or where the model does something
+    to the stream between two layers.
+    """
+    path, _ = decoder_layers(model)
+    twin = meta_twin(model).eval()
+    # The native grouped matrix product has a meta kernel for bfloat16 only; the structure does not depend on it.
+    twin.to(torch.bfloat16)
+    recorder = _Recorder()
+    _, layers = decoder_layers(twin)
+    for layer in layers:
+        recorder.watch(layer)
+    ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device="meta")
+    # A finished mask keeps the model from looking at mask values, which a meta tensor does not have.
+    mask = torch.zeros(BATCH, 1, LENGTH, LENGTH, dtype=torch.bfloat16, device="meta")
+    with torch.no_grad():
+        twin(input_ids=ids, attention_mask=mask, use_cache=False)
+    if len(recorder.graphs) != len(layers):
+        raise CaptureError(
+            "capture_layers",
+            f"{len(recorder.graphs)} layer calls in one forward of a model with {len(layers)} decoder layers",
+            where=path,
+            hint="only models that run each decoder layer once are supported",
+        )
+    return [LayerCapture(f"{path}.{i}", graph) for i, graph in enumerate(recorder.graphs)]
+
+
+class _Recorder:
+    """Notes which graph runs in each layer, and that the layers form one chain."""
+
+    def __init__(self) -> None:
+        self.graphs: list[fx.Graph] = []
+        self._output: Tensor | None = None
+        self._region = compile_region(self._build, n_outputs=1, name="observed")
+
+    def _build(self, module: fx.GraphModule) -> Callable[..., Any]:
+        stock = fx.GraphModule(module, remove_markers(module.graph)).forward
+
+        def run(*args: Any) -> Any:
+            self.graphs.append(module.graph)
+            return stock(*args)
+
+        return run
+
+    def watch(self, layer: nn.Module) -> None:
+        """Make the twin's `layer` run through the recorder."""
+        base = layer_class(layer)
+
+        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._output is not None and hidden_states is not self._output:
+                raise CaptureError(
+                    "capture_layers",
+                    f"the input of decoder layer {len(self.graphs)} is not the output of the layer before it",
+                    hint="models that change the stream between decoder layers are not supported",
+                )
+            out, _ = self._region(layer, base, (hidden_states,), args, kwargs)
+            self._output = out[0] if isinstance(out, tuple) else out
+            return out
+
+        layer.__class__ = base
+        layer.forward = forward

@@ -1,0 +1,216 @@
+"""The rewired twin of a transformers architecture: a config class and a model class with a model_type of its own.
+
+They are made from the original classes when first needed: `fxskip_deepseek_v3` beside `deepseek_v3`. What
+is saved cannot be loaded as the original: the model_type is unknown to a stock transformers, and a stock
+config class refuses the file (see `REFUSAL`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from fxskip.capture.hf import decoder_layers
+from fxskip.checkpoint.atomic import replaced_directory
+from fxskip.checkpoint.record import WiringRecord
+from fxskip.errors import CheckpointError
+from fxskip.runtime.regions import install
+
+PREFIX = "fxskip_"
+REMOTE_CODE = "modeling_fxskip.py"
+
+REFUSAL = "rewired by fxskip: run 'pip install fxskip' and 'import fxskip' before loading this model"
+"""Saved as a key of `id2label`, which language models do not use and whose keys every stock config makes numbers.
+
+`DeepseekV3ForCausalLM.from_pretrained` only warns about a foreign model_type and would go on to load the
+stock wiring. This key is no number, so it fails, and its message shows the key, that is, what to do.
+"""
+
+_AUTO_MAP = {
+    "AutoConfig": "modeling_fxskip.FxSkipConfig",
+    "AutoModelForCausalLM": "modeling_fxskip.FxSkipForCausalLM",
+}
+
+
+class FxSkipConfigMixin:
+    """What the config of a rewired model adds to the original's: the wiring record, as attribute `fxskip`."""
+
+    fxskip: dict[str, Any]
+    fxskip_base: ClassVar[type[PreTrainedConfig]]
+
+    def to_json_string(self, use_diff: bool = True) -> str:
+        """The config as saved: with remote-code references, and with the value that a stock loader refuses."""
+        values = json.loads(super().to_json_string(use_diff))  # type: ignore[misc]
+        values |= {"auto_map": _AUTO_MAP, "id2label": {REFUSAL: ""}}
+        return json.dumps(values, indent=2, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Make a config from saved values."""
+        ours = {k: v for k, v in config_dict.items() if k not in ("auto_map", "id2label", "model_type")}
+        WiringRecord.from_dict(ours.get("fxskip"))
+        return super().from_dict(ours, **kwargs)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _bare_config, (self.fxskip_base,), self.__dict__
+
+
+class FxSkipModelMixin:
+    """What the class of a rewired model adds to the original's: wiring on construction, and safe saving."""
+
+    config: Any
+    fxskip_base: ClassVar[type[PreTrainedModel]]
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        wire(self, WiringRecord.from_dict(config.fxskip))
+
+    def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any) -> None:
+        """Save model, spec and wiring hash. What the folder held is whole until everything new is written."""
+        push_to_hub = kwargs.pop("push_to_hub", False)
+        if not is_main_process:
+            super().save_pretrained(save_directory, is_main_process=False, **kwargs)  # type: ignore[misc]
+            return
+        with replaced_directory(Path(save_directory)) as folder:
+            super().save_pretrained(folder, is_main_process=True, **kwargs)  # type: ignore[misc]
+            (folder / REMOTE_CODE).write_text(_remote_code())
+        if push_to_hub:
+            self.push_to_hub(str(save_directory))  # type: ignore[attr-defined]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _bare_model, (self.fxskip_base,), self.__getstate__()  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=None)
+def family(base: type[PreTrainedModel]) -> tuple[type[PreTrainedConfig], type[PreTrainedModel]]:
+    """Config class and model class of the rewired twin of `base`, registered with the Auto classes."""
+    base_config: Any = base.config_class
+    config_name, model_name = f"FxSkip{base_config.__name__}", f"FxSkip{base.__name__}"
+    config: Any = type(
+        config_name,
+        (FxSkipConfigMixin, base_config),
+        {
+            "model_type": PREFIX + base_config.model_type,
+            "fxskip_base": base_config,
+            "__module__": __name__,
+            "__annotations__": {},
+        },
+    )
+    model: Any = type(
+        model_name,
+        (FxSkipModelMixin, base),
+        {"config_class": config, "fxskip_base": base, "__module__": __name__},
+    )
+    AutoModelForCausalLM.register(config, model, exist_ok=True)
+    return config, model
+
+
+def adopt(model: PreTrainedModel, record: WiringRecord) -> None:
+    """Turn `model` and its config, in place, into their rewired twins with the wiring of `record`."""
+    base = base_class(model)
+    config_class, model_class = family(base)
+    model.config.__class__ = config_class
+    model.config.fxskip = record.to_dict()
+    model.__class__ = model_class
+    wire(model, record)
+
+
+def wire(model: Any, record: WiringRecord) -> None:
+    """Install the wiring of `record` in the decoder layers of `model`."""
+    install(decoder_layers(model)[1], record.wiring().regions)
+
+
+def base_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """The original class of a model, rewired or not."""
+    found: type[PreTrainedModel] = getattr(type(model), "fxskip_base", type(model))
+    return found
+
+
+def record_of(model: object) -> WiringRecord | None:
+    """The wiring record of a rewired model; None for any other object."""
+    if not isinstance(model, FxSkipModelMixin):
+        return None
+    return WiringRecord.from_dict(model.config.fxskip)
+
+
+def family_of(config_dict: Mapping[str, Any]) -> tuple[type[PreTrainedConfig], type[PreTrainedModel]]:
+    """The classes that a saved config belongs to; raises CheckpointError where its base type is unknown."""
+    model_type = str(config_dict.get("model_type", ""))
+    base = model_type.removeprefix(PREFIX)
+    if not model_type.startswith(PREFIX) or base not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise CheckpointError(
+            "checkpoint",
+            f"model_type {model_type!r} is no rewired causal language model that this transformers knows",
+            where="config.json",
+            hint="install the transformers version named under 'fxskip.versions' in config.json",
+        )
+    return family(MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[base]])
+
+
+class FxSkipConfig:
+    """Reads the config of any rewired model; `from_dict` and `from_pretrained` return the right config class."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Make a config from saved values."""
+        return family_of(config_dict)[0].from_dict(config_dict, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **kwargs: Any) -> Any:
+        """Read `config.json` of a folder."""
+        config_dict, unused = PreTrainedConfig.get_config_dict(path, **kwargs)
+        return cls.from_dict(config_dict, **unused)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Called by transformers for remote code; nothing to do, the references are written at every save."""
+
+
+class FxSkipForCausalLM:
+    """Loads any rewired model; `from_pretrained` returns the right model class."""
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *args: Any, **kwargs: Any) -> Any:
+        """Load a saved model, like the same call of transformers."""
+        config = kwargs.pop("config", None) or FxSkipConfig.from_pretrained(path)
+        return _model_class(config).from_pretrained(path, *args, config=config, **kwargs)
+
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
+        return _model_class(config)._from_config(config, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModelForCausalLM") -> None:
+        """Called by transformers for remote code; nothing to do, the references are written at every save."""
+
+
+def register_families() -> None:
+    """Tell AutoConfig the rewired twins of all causal language models, without importing any of them."""
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if model_type in CONFIG_MAPPING_NAMES:
+            AutoConfig.register(PREFIX + model_type, FxSkipConfig, exist_ok=True)
+
+
+def _model_class(config: Any) -> Any:
+    return family_of({"model_type": config.model_type})[1]
+
+
+def _bare_config(base: type[PreTrainedConfig]) -> Any:
+    cls = family(MODEL_FOR_CAUSAL_LM_MAPPING[base])[0]
+    return cls.__new__(cls)
+
+
+def _bare_model(base: type[PreTrainedModel]) -> Any:
+    cls = family(base)[1]
+    return cls.__new__(cls)
+
+
+def _remote_code() -> str:
+    return (Path(__file__).parent / "remote_code.txt").read_text()

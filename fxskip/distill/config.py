@@ -1,0 +1,195 @@
+"""The recipe of a distillation: a YAML file, its schema, and nothing that runs a model."""
+
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
+from pydantic import model_validator
+
+from fxskip.errors import SpecError
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class EarlyStopping(Strict):
+    """Stop when the evaluations no longer improve. The weights stay those of the last step."""
+
+    metric: Literal["kl", "cross_entropy", "agreement"] = Field(
+        "kl",
+        description="kl and cross_entropy (nats a token) should fall, agreement (top-1, 0 to 1) should rise",
+    )
+    patience: PositiveInt = Field(
+        3, description="evaluations in a row without improvement before the run stops"
+    )
+    min_delta: NonNegativeFloat = Field(
+        0.0, description="an improvement must be larger than this, in the metric"
+    )
+
+
+class DistillConfig(Strict):
+    """What `distill` does. The defaults are the recipe specs/distill/fcsd.yaml."""
+
+    objective: Literal["kl", "cross_entropy"] = Field(
+        "kl",
+        description="kl: forward KL to the teacher at every counted position; cross_entropy: plain next-token "
+        "training without the teacher, the control",
+    )
+    hidden_weight: NonNegativeFloat = Field(
+        10.0,
+        description="weight of the hidden-state loss, the mean over decoder layers of |student - teacher|^2 / "
+        "mean teacher^2 on the residual stream; 0: off",
+    )
+    temperature: PositiveFloat = Field(
+        1.0,
+        description="divides both models' logits in the KL (training only); the loss is not rescaled by it",
+    )
+    steps: PositiveInt = Field(150, description="optimizer steps")
+    batch_size: PositiveInt = Field(4, description="windows a step")
+    learning_rate: NonNegativeFloat = Field(6e-4, description="of AdamW, at its peak")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="of AdamW, each at least 0 and below 1")
+    weight_decay: NonNegativeFloat = Field(0.0, description="of AdamW, on all trained parameters")
+    warmup_fraction: float = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        description="part of the steps over which the rate rises linearly; then a cosine to 0",
+    )
+    clip_norm: PositiveFloat = Field(1.0, description="largest norm of the whole gradient")
+    seed: int = Field(0, ge=0, lt=2**32, description="of the order of the windows and of dropout")
+    chunk_tokens: PositiveInt = Field(1024, description="tokens whose logits exist at one time")
+    eval_every: PositiveInt = Field(50, description="steps between evaluations, if there is eval_data")
+    save_every: PositiveInt = Field(
+        50, description="steps between checkpoints, if there is a folder for them"
+    )
+    early_stopping: EarlyStopping | None = Field(None, description="absent: run all steps")
+
+    @model_validator(mode="after")
+    def betas_are_below_one(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(
+                f"betas is {list(self.betas)}; each is at least 0 and below 1, as in [0.9, 0.95]"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def cross_entropy_uses_no_teacher(self) -> Self:
+        if self.objective == "cross_entropy" and self.hidden_weight != 0:
+            raise ValueError(
+                f"objective cross_entropy learns nothing from a teacher, but hidden_weight is {self.hidden_weight}; "
+                "write hidden_weight: 0"
+            )
+        if self.objective == "cross_entropy" and self.temperature != 1:
+            raise ValueError(
+                f"temperature is {self.temperature}, and only objective kl has one; leave it out"
+            )
+        return self
+
+
+ConfigSource = DistillConfig | Mapping[str, Any] | str | PathLike[str] | None
+
+
+def load_config(source: ConfigSource) -> DistillConfig:
+    """The config itself, a mapping, a YAML file, or None for the defaults. SpecError lists all problems."""
+    if source is None:
+        return DistillConfig()
+    if isinstance(source, DistillConfig):
+        return source
+    if isinstance(source, Mapping):
+        return validated(dict(source), "config", None)
+    if not isinstance(source, str | PathLike):
+        raise TypeError(
+            f"config is a {type(source).__name__}; give a DistillConfig, a mapping or a YAML file"
+        )
+    path = Path(source)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SpecError(
+            str(path), f"cannot be read: {error.strerror}", hint="the path of a YAML file"
+        ) from None
+    try:
+        tree = yaml.compose(text, Loader=RecipeLoader)
+        values = yaml.load(text, Loader=RecipeLoader)
+    except yaml.YAMLError as error:
+        raise SpecError(
+            str(path), f"is not YAML: {error}", hint="compare with specs/distill/fcsd.yaml"
+        ) from None
+    if not isinstance(values, dict):
+        raise SpecError(
+            str(path), "holds no keys", hint="one `key: value` a line, as in specs/distill/fcsd.yaml"
+        )
+    return validated(values, str(path), tree)
+
+
+class RecipeLoader(yaml.SafeLoader):
+    """Reads 6e-4 as a number. YAML 1.1 wants 6.0e-4 and takes anything shorter for text."""
+
+
+RecipeLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def validated(values: dict[str, Any], source: str, tree: yaml.Node | None) -> DistillConfig:
+    try:
+        # Through JSON, where strict mode takes a list for a tuple and still takes no text for a number.
+        return DistillConfig.model_validate_json(json.dumps(values, default=unreadable))
+    except ValidationError as error:
+        problems = [
+            (line_of(tree, p["loc"]), ".".join(map(str, p["loc"])) or "recipe", describe(p))
+            for p in error.errors(include_url=False)
+        ]
+        raise SpecError(source, problems) from None
+
+
+def unreadable(value: Any) -> str:
+    return f"<{type(value).__name__}>"
+
+
+def describe(problem: Mapping[str, Any]) -> str:
+    """One problem in the user's terms: what was found and what would be right."""
+    name = str(problem["loc"][-1]) if problem["loc"] else ""
+    if problem["type"] == "extra_forbidden":
+        parent = EarlyStopping if len(problem["loc"]) > 1 else DistillConfig
+        close = difflib.get_close_matches(name, parent.model_fields, n=1)
+        return "unknown key; " + (
+            f"did you mean {close[0]!r}?" if close else f"keys: {', '.join(parent.model_fields)}"
+        )
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return message
+    return f"{problem['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def line_of(node: yaml.Node | None, location: Sequence[str | int]) -> int | None:
+    """Line of the deepest part of `location` that the file has; None when the values are not from a file."""
+    if node is None:
+        return None
+    line = int(node.start_mark.line) + 1
+    for part in location:
+        if isinstance(node, yaml.MappingNode):
+            pairs = [(key, value) for key, value in node.value if key.value == part]
+            if not pairs:
+                return line
+            key, node = pairs[0]
+            line = int(key.start_mark.line) + 1
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+            line = int(node.start_mark.line) + 1
+    return line

@@ -1,0 +1,297 @@
+"""What every stage shares about a captured graph: node metadata, dataflow questions, and a printer.
+
+A captured graph is the body of one decoder layer (a region). Its residual stream is written by
+sub-blocks; writes are numbered 1..m in the region, and 0 is the stream as it enters.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from fxskip.errors import PassError
+
+Role = Literal["input", "compute", "sum", "addend", "residual", "variant", "output"]
+
+_KEY = "fxskip"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """What fxskip knows about a node. Its shape and dtype stay in `node.meta["example_value"]`.
+
+    Frozen because copying a graph copies `meta` shallowly, so two graphs share this object. To change
+    it, call `annotate` on the new graph's node.
+    """
+
+    role: Role
+    """input/output: a stream marker; residual: the add that makes a write; addend: one summand of a
+    write; sum: an operation between a write's addends and its add; variant: an add that makes a stream
+    that lacks something; compute: the rest of a sub-block."""
+    write: int
+    """Number of the write whose sub-block the node belongs to; 0 for stream inputs."""
+    kind: str = ""
+    """Kind of that sub-block (attention, moe, dense, mixer); empty until `classify` has run."""
+    addend: str = ""
+    """Name of the summand (routed, shared, or the block's kind); only where role is addend."""
+
+
+def info(node: fx.Node) -> NodeInfo | None:
+    """The node's NodeInfo, or None where the node is on no path from the stream to the stream."""
+    found: NodeInfo | None = node.meta.get(_KEY)
+    return found
+
+
+def annotate(node: fx.Node, new: NodeInfo) -> None:
+    """Give a node its NodeInfo; the only place that writes our part of `node.meta`."""
+    node.meta[_KEY] = new
+
+
+def update(node: fx.Node, **changes: Any) -> None:
+    """Replace some fields of the node's NodeInfo."""
+    found = info(node)
+    if found is None:
+        raise PassError("ir.update", f"node {node.name!r} has no NodeInfo", hint="run find_stream before this pass")
+    annotate(node, replace(found, **changes))
+
+
+# --- markers -------------------------------------------------------------------------------------
+# Two operators mark where streams enter and leave a region in the captured graph. They never run:
+# `reroute` removes them, and a region that escapes rewiring fails here instead of computing the
+# original wiring unnoticed.
+
+
+def _refuse_to_run(which: str) -> PassError:
+    return PassError(
+        which,
+        "a region of a transformed model ran without having been captured and rewired",
+        hint="TorchDynamo is off (TORCHDYNAMO_DISABLE, torch.compiler.disable or set_stance); turn it on: "
+        "fxskip captures each kind of layer at its first call",
+    )
+
+
+@torch.library.custom_op("fxskip::stream_in", mutates_args=())
+def stream_in(stream: torch.Tensor, index: int) -> torch.Tensor:
+    """Marks `stream` as the region's incoming stream number `index`; 0 is the full stream."""
+    raise _refuse_to_run("stream_in")
+
+
+@torch.library.custom_op("fxskip::stream_out", mutates_args=())
+def stream_out(value: torch.Tensor, index: int) -> torch.Tensor:
+    """Marks the value that leaves as stream number `index`; only for 0 is `value` the real one."""
+    raise _refuse_to_run("stream_out")
+
+
+@stream_in.register_fake
+def _(stream: torch.Tensor, index: int) -> torch.Tensor:
+    return torch.empty_like(stream)
+
+
+@stream_out.register_fake
+def _(value: torch.Tensor, index: int) -> torch.Tensor:
+    return torch.empty_like(value)
+
+
+def _marked(graph: fx.Graph, op: str) -> dict[int, fx.Node]:
+    target = getattr(torch.ops.fxskip, op).default
+    return {int(n.args[1]): n for n in graph.nodes if n.target is target}  # type: ignore[arg-type]
+
+
+def stream_inputs(graph: fx.Graph) -> dict[int, fx.Node]:
+    """The markers of the incoming streams by their number."""
+    return _marked(graph, "stream_in")
+
+
+def stream_outputs(graph: fx.Graph) -> dict[int, fx.Node]:
+    """The markers of the outgoing streams by their number."""
+    return _marked(graph, "stream_out")
+
+
+def remove_markers(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of `graph` without the stream markers: what runs."""
+    new = copy_graph(graph)
+    for marker in (*stream_inputs(new).values(), *stream_outputs(new).values()):
+        marker.replace_all_uses_with(marker.all_input_nodes[0])
+        new.erase_node(marker)
+    new.lint()
+    return new
+
+
+def with_streams(graph: fx.Graph, n_inputs: int, n_outputs: int) -> fx.Graph:
+    """Return a copy of a graph that was captured with one stream, with markers for more; to try a wiring out."""
+    new = copy_graph(graph)
+    first = stream_inputs(new)[0]
+    output = next(n for n in new.nodes if n.op == "output")
+    markers = []
+    for op, start, end, anchor in (("stream_in", 1, n_inputs, first), ("stream_out", 1, n_outputs, output)):
+        with new.inserting_before(anchor):
+            for index in range(start, end):
+                source = first.args[0] if op == "stream_in" else first
+                marker = new.call_function(getattr(torch.ops.fxskip, op).default, (source, index))
+                marker.meta["example_value"] = value(first)
+                markers.append(marker)
+    output.args = ((output.args[0], tuple(markers)),)
+    new.lint()
+    return new
+
+
+# --- questions about nodes -----------------------------------------------------------------------
+
+
+def op_name(node: fx.Node) -> str:
+    """The operation's bare name: `linear`, `topk`, `add`; empty for placeholders and outputs."""
+    if node.op not in ("call_function", "call_method"):
+        return ""
+    if isinstance(node.target, str):
+        return node.target
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._opname
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def value(node: fx.Node) -> Any:
+    """The fake value recorded at capture; None where Dynamo recorded none."""
+    return node.meta.get("example_value")
+
+
+def is_tensor(node: object) -> bool:
+    """Whether `node` is a graph node whose value is one tensor."""
+    return isinstance(node, fx.Node) and isinstance(value(node), torch.Tensor)
+
+
+ADDS = frozenset({torch.add, operator.add, operator.iadd, "add", "add_", "__add__", "__iadd__"})
+
+
+def is_add(node: fx.Node) -> bool:
+    """Whether the node adds exactly two tensors without a scale on either."""
+    return (
+        node.op in ("call_function", "call_method")
+        and node.target in ADDS
+        and len(node.args) == 2
+        and not node.kwargs
+        and all(is_tensor(a) for a in node.args)
+    )
+
+
+def mutated_base(node: fx.Node) -> fx.Node | None:
+    """The node whose storage this one writes in place, or None."""
+    name = op_name(node)
+    in_place = (
+        name.endswith("_") and not name.endswith("__") if node.op == "call_method" else name in _IN_PLACE_FUNCTIONS
+    )
+    base = node.args[0] if in_place and node.args else None
+    return base if isinstance(base, fx.Node) else None
+
+
+_IN_PLACE_FUNCTIONS = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "iand", "ior"})
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the module that called the operation, relative to the decoder layer; "" in the layer itself."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path: str = list(stack.values())[-1][0]
+    return path.partition("].")[2] if "]." in path else ""
+
+
+def dataflow(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
+    """Successors of each node, where writing a tensor in place also feeds the tensor's later readers."""
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    after = {n: set(n.users) for n in graph.nodes}
+    for node in graph.nodes:
+        if (base := mutated_base(node)) is not None:
+            after[node] |= {u for u in base.users if order[u] > order[node]}
+    return after
+
+
+def reachable(start: Iterable[fx.Node], edges: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:
+    """All nodes that can be reached from `start`, `start` included."""
+    seen = set(start)
+    stack = list(seen)
+    while stack:
+        for nxt in edges.get(stack.pop(), ()):
+            if nxt not in seen:
+                seen.add(nxt)
+                stack.append(nxt)
+    return seen
+
+
+def reverse(edges: dict[fx.Node, set[fx.Node]]) -> dict[fx.Node, set[fx.Node]]:
+    """The same edges, backwards."""
+    back: dict[fx.Node, set[fx.Node]] = {n: set() for n in edges}
+    for node, nexts in edges.items():
+        for nxt in nexts:
+            back[nxt].add(node)
+    return back
+
+
+# --- the annotated stream ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Write:
+    """One sub-block of an annotated graph: `result = anchor + contribution`."""
+
+    number: int
+    anchor: fx.Node
+    contribution: fx.Node
+    result: fx.Node
+
+
+def writes(graph: fx.Graph) -> list[Write]:
+    """The writes to the stream in order. Needs `find_stream`."""
+    found: list[Write] = []
+    anchor = stream_inputs(graph)[0]
+    for node in graph.nodes:
+        about = info(node)
+        if about is None or about.role != "residual":
+            continue
+        operands = [a for a in node.args if isinstance(a, fx.Node)]
+        contribution = operands[1] if operands[0] is anchor else operands[0]
+        found.append(Write(about.write, anchor, contribution, node))
+        anchor = node
+    return found
+
+
+def block_nodes(graph: fx.Graph, write: int) -> Iterator[fx.Node]:
+    """The nodes of one sub-block, its residual add excluded."""
+    for node in graph.nodes:
+        about = info(node)
+        if about is not None and about.write == write and about.role in ("compute", "sum", "addend"):
+            yield node
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy with the same nodes in the same order and the same metadata objects."""
+    new = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    result = new.graph_copy(graph, env)  # copies everything but the output node
+    output = next(n for n in graph.nodes if n.op == "output")
+    new.output(result).meta.update(output.meta)
+    return new
+
+
+def show(graph: fx.Graph) -> str:
+    """One line a node: position, name, call, role, write and kind; the same text in every run."""
+    lines = []
+    for position, node in enumerate(graph.nodes):
+        if node.op == "output":
+            lines.append(f"{position:>3}  return {_text(node.args[0])}")
+            continue
+        call = "" if node.op == "placeholder" else f"{op_name(node)}({', '.join(_text(a) for a in node.args)})"
+        about = info(node)
+        tail = "" if about is None else f"{about.role} {about.write} {about.kind} {about.addend}".rstrip()
+        lines.append(f"{position:>3}  {node.name:<12} {call:<40} {tail}".rstrip())
+    return "\n".join(lines)
+
+
+def _text(arg: Any) -> str:
+    if isinstance(arg, tuple | list):
+        return "(" + ", ".join(_text(a) for a in arg) + ")"
+    return str(arg)

@@ -1,0 +1,219 @@
+"""The argument checks that all losses share. Each error names function, argument and what would be right."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from fxskip.errors import FxskipError
+from fxskip.loss.head import Head, gemm_operand
+
+DEFAULT_CHUNK_TOKENS = 1024
+
+
+class KLOptions(TypedDict, total=False):
+    """The keyword arguments that all forms of the KL share; `hidden_kl` documents them."""
+
+    temperature: float
+    token_weight: Tensor | None
+    denominator: float | Tensor | None
+    chunk_tokens: int
+    student_bias: Tensor | None
+    teacher_bias: Tensor | None
+    scale: float
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class KLInputs:
+    """Checked arguments of a KL between two models. The teacher's side is detached."""
+
+    student: Head
+    teacher: Head
+    teacher_hidden: Tensor
+    weight_N: Tensor | None
+    denominator: Tensor | float
+    chunk_tokens: int
+
+    @classmethod
+    def checked(
+        cls,
+        who: str,
+        student_hidden: Any,
+        student_weight: Any,
+        teacher_hidden: Any,
+        teacher_weight: Any,
+        /,
+        **options: Unpack[KLOptions],
+    ) -> Self:
+        checked_hidden(who, "student_hidden", student_hidden)
+        checked_hidden(who, "teacher_hidden", teacher_hidden)
+        after_gemm: dict[str, Any] = {
+            "scale": options.get("scale", 1.0),
+            "softcap": options.get("softcap"),
+            "temperature": options.get("temperature", 1.0),
+        }
+        student_bias, teacher_bias = options.get("student_bias"), options.get("teacher_bias")
+        student = checked_head(who, "student_", student_hidden, student_weight, student_bias, **after_gemm)
+        with torch.no_grad():
+            teacher = checked_head(
+                who, "teacher_", teacher_hidden, teacher_weight, teacher_bias, **after_gemm
+            )
+        require_a_pair(who, student_hidden, student, teacher_hidden, teacher)
+        weight_N = checked_token_weight(who, student_hidden, options.get("token_weight"))
+        return cls(
+            student,
+            teacher,
+            teacher_hidden.detach(),
+            weight_N,
+            checked_denominator(who, student_hidden, weight_N, options.get("denominator")),
+            checked_chunk(who, options.get("chunk_tokens", DEFAULT_CHUNK_TOKENS)),
+        )
+
+
+def require_a_pair(
+    who: str, student_hidden: Tensor, student: Head, teacher_hidden: Tensor, teacher: Head
+) -> None:
+    """Both sides speak of the same tokens and of the same vocabulary."""
+    require_same_device(who, student_hidden=student_hidden, teacher_hidden=teacher_hidden)
+    if student_hidden.shape[0] != teacher_hidden.shape[0]:
+        raise FxskipError(
+            who,
+            f"teacher_hidden has {teacher_hidden.shape[0]} tokens, student_hidden {student_hidden.shape[0]}",
+            hint="give both models the same tokens, in the same order",
+        )
+    student_size, teacher_size = student.weight_VD.shape[0], teacher.weight_VD.shape[0]
+    if student_size != teacher_size:
+        smaller = min(student_size, teacher_size)
+        raise FxskipError(
+            who,
+            f"teacher_weight has {teacher_size} tokens in its vocabulary, student_weight {student_size}",
+            hint=f"if the surplus is padding, cut it with weight[:{smaller}]: "
+            "a padded logit of 0 is not a probability of 0",
+        )
+
+
+def checked_hidden(who: str, name: str, hidden: Any) -> Tensor:
+    """`hidden` if it is a [N, D] tensor of a float type."""
+    if not isinstance(hidden, Tensor):
+        raise FxskipError(
+            who, f"{name} is a {type(hidden).__name__}", hint=f"{name} is a [N, D] float tensor"
+        )
+    if hidden.dim() != 2:
+        raise FxskipError(
+            who, f"{name} has shape {list(hidden.shape)}", hint=f"{name} is [N, D]: {name}.flatten(0, -2)"
+        )
+    if not hidden.is_floating_point():
+        raise FxskipError(who, f"{name} is {hidden.dtype}", hint="float32, bfloat16, float16 or float64")
+    return hidden
+
+
+def checked_head(
+    who: str,
+    prefix: str,
+    hidden: Tensor,
+    weight: Any,
+    bias: Any,
+    *,
+    scale: float,
+    softcap: float | None,
+    temperature: float,
+) -> Head:
+    """The head that belongs to `hidden`, its weight cast to the dtype of `hidden`, as autocast would do."""
+    name = f"{prefix}weight"
+    checked_hidden(who, name, weight)
+    if weight.shape[1] != hidden.shape[1]:
+        raise FxskipError(
+            who,
+            f"{name} is {list(weight.shape)}, {prefix}hidden is {list(hidden.shape)}: their widths differ",
+            hint=f"{name} is [V, {hidden.shape[1]}], the layout of nn.Linear.weight",
+        )
+    if weight.shape[0] == 0:
+        raise FxskipError(who, f"{name} has no rows", hint="the vocabulary needs at least one token")
+    if bias is not None and (not isinstance(bias, Tensor) or list(bias.shape) != [weight.shape[0]]):
+        found = list(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
+        raise FxskipError(
+            who, f"{prefix}bias is {found}", hint=f"{prefix}bias is [{weight.shape[0]}] or None"
+        )
+    require_same_device(who, **{f"{prefix}hidden": hidden, name: weight, f"{prefix}bias": bias})
+    require_positive(who, temperature=temperature)
+    if softcap is not None:
+        require_positive(who, softcap=softcap)
+    if not math.isfinite(scale) or scale == 0:
+        raise FxskipError(
+            who, f"scale is {scale}", hint="scale multiplies the logits: a finite number that is not 0"
+        )
+    return Head(gemm_operand(weight.to(hidden.dtype)), bias, scale, softcap, temperature)
+
+
+def require_positive(who: str, **values: float) -> None:
+    for name, value in values.items():
+        if not math.isfinite(value) or value <= 0:
+            raise FxskipError(who, f"{name} is {value}", hint=f"{name} is a finite number above 0")
+
+
+def require_same_device(who: str, **tensors: Tensor | None) -> None:
+    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    if len(set(devices.values())) > 1:
+        found = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise FxskipError(who, f"arguments are on several devices: {found}", hint="move them to one device")
+
+
+def checked_chunk(who: str, chunk_tokens: Any) -> int:
+    if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int) or chunk_tokens < 1:
+        raise FxskipError(
+            who, f"chunk_tokens is {chunk_tokens!r}", hint="chunk_tokens is a whole number, 1 or more"
+        )
+    return chunk_tokens
+
+
+def checked_token_weight(who: str, hidden: Tensor, token_weight: Any) -> Tensor | None:
+    """`token_weight` as [N] in a float dtype, or None when all tokens count the same."""
+    if token_weight is None:
+        return None
+    count = hidden.shape[0]
+    if not isinstance(token_weight, Tensor) or list(token_weight.shape) != [count]:
+        found = list(token_weight.shape) if isinstance(token_weight, Tensor) else type(token_weight).__name__
+        raise FxskipError(
+            who, f"token_weight is {found}", hint=f"token_weight is [{count}], one number a token"
+        )
+    require_same_device(who, hidden=hidden, token_weight=token_weight)
+    if token_weight.requires_grad:
+        raise FxskipError(
+            who, "token_weight requires a gradient", hint="weights are constants: token_weight.detach()"
+        )
+    weight_N = token_weight.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+    bad = ~(torch.isfinite(weight_N) & (weight_N >= 0))
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0])
+        raise FxskipError(
+            who, f"token_weight[{at}] is {float(weight_N[at])}", hint="weights are finite and 0 or more"
+        )
+    return weight_N
+
+
+def checked_denominator(
+    who: str, hidden: Tensor, weight_N: Tensor | None, denominator: Any
+) -> Tensor | float:
+    """What the weighted sum is divided by: the given number, or the sum of the weights.
+
+    A sum of 0 becomes 1: without a counted token the loss is 0, and 0 / 0 would make it NaN. A tensor (say,
+    the tokens of all ranks after an all-reduce) is not read here: reading it would wait for the device.
+    """
+    if denominator is None:
+        if weight_N is None:
+            return float(max(hidden.shape[0], 1))
+        total = weight_N.sum()
+        return torch.where(total > 0, total, torch.ones_like(total))
+    if isinstance(denominator, Tensor):
+        if denominator.dim() != 0 or denominator.requires_grad:
+            raise FxskipError(
+                who,
+                f"denominator has shape {list(denominator.shape)}, requires_grad={denominator.requires_grad}",
+                hint="a number, or a tensor of shape [] without gradient",
+            )
+        return denominator
+    require_positive(who, denominator=denominator)
+    return float(denominator)

@@ -1,0 +1,33 @@
+"""The sub-blocks of an analysed region, as the rules of a spec see them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import fx
+
+from fxskip.ir import block_nodes, info, module_path, op_name, writes
+from fxskip.passes.split_contributions import addends, inseparable_reason
+from fxskip.wiring import SubBlock
+
+_HEAVY = ("linear", "matmul", "bmm", "grouped_mm", "attention", "conv1d")
+
+
+def sub_blocks(graph: fx.Graph, *, layer: int, layer_path: str) -> list[SubBlock]:
+    """The sub-blocks in the order in which they write. Needs the annotations of `split_contributions`."""
+    found = []
+    for write in writes(graph):
+        about = info(write.result)
+        assert about is not None
+        nodes = list(block_nodes(graph, write.number))
+        names = addends(graph, write.number)
+        reason = inseparable_reason(graph, write) if about.kind == "moe" and "shared" not in names else ""
+        path = ".".join(part for part in (layer_path, _module(nodes)) if part)
+        found.append(SubBlock(layer, about.kind, path, names, reason))
+    return found
+
+
+def _module(nodes: list[fx.Node]) -> str:
+    """The layer's child in which most of the block's matrix products run."""
+    heavy = [module_path(n).partition(".")[0] for n in nodes if any(part in op_name(n) for part in _HEAVY)]
+    return Counter(heavy).most_common(1)[0][0] if heavy else ""

@@ -1,0 +1,57 @@
+"""What happens to a captured region, in order. Read this first.
+
+    model -> capture -> ANALYSIS -> connect(spec) -> REWIRING -> region that runs
+
+A pass takes a graph and returns a copy; the input is left alone. `ANALYSIS` finds out what the region
+does, `REWIRING` changes it as the spec's wiring says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from fxskip.errors import PassError
+from fxskip.ir import remove_markers
+from fxskip.passes.classify import classify
+from fxskip.passes.find_stream import find_stream
+from fxskip.passes.reroute import reroute
+from fxskip.passes.split_contributions import split_contributions
+from fxskip.passes.sub_blocks import sub_blocks
+from fxskip.passes.verify import verify
+from fxskip.wiring import RegionWiring
+
+ANALYSIS: tuple[Callable[[fx.Graph], fx.Graph], ...] = (find_stream, classify, split_contributions)
+REWIRING: tuple[Callable[[fx.Graph, RegionWiring], fx.Graph], ...] = (reroute, verify)
+
+
+def analyse(graph: fx.Graph) -> fx.Graph:
+    """The graph with its stream, sub-blocks and addends annotated."""
+    for step in ANALYSIS:
+        graph = step(graph)
+    return graph
+
+
+def rewire(graph: fx.Graph, wiring: RegionWiring) -> fx.Graph:
+    """The graph that runs: analysed again, for each capture may differ, then wired, verified and freed of markers."""
+    graph = analyse(graph)
+    _require_planned_blocks(graph, wiring)
+    for step in REWIRING:
+        graph = step(graph, wiring)
+    return remove_markers(graph)
+
+
+def _require_planned_blocks(graph: fx.Graph, wiring: RegionWiring) -> None:
+    """A capture in another mode must show the sub-blocks that the wiring was made for."""
+    found = [(b.kind, b.addends) for b in sub_blocks(graph, layer=0, layer_path="")]
+    planned = [(b.kind, b.addends) for b in wiring.blocks]
+    if found != planned:
+        raise PassError(
+            "rewire",
+            f"this capture of the layer has the sub-blocks {found}, but the transform planned for {planned}",
+            hint="transform the model again with the configuration (experts and attention implementation, "
+            "adapters) that it runs with",
+        )
+
+

@@ -1,0 +1,153 @@
+"""One rule of a spec: some blocks, in some layers, no longer see some addends of earlier writes.
+
+blocks: attention            # attention, moe, dense, mixer, all, a glob of module paths, or a list
+layers: {last: 75%}          # see layer_selection.py
+without: [routed@1]          # addend @ how many writes before the block
+"""
+
+import itertools
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Annotated, cast
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator
+
+from fxskip.layer_selection import Layers, parse_layers
+from fxskip.strict_model import Strict, did_you_mean, problem, problems
+from fxskip.strict_yaml import Place, shown
+
+BLOCK_WORDS = ("attention", "moe", "dense", "mixer", "all")
+ADDEND_NAMES = ("routed", "shared", "all")
+
+
+@dataclass(frozen=True, slots=True)
+class Addend:
+    """`routed@2`: the routed addend of the second write before the block. `all`: the whole write."""
+
+    name: str
+    back: int
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.back}"
+
+
+def _parse_addend(written: object) -> Addend:
+    if isinstance(written, Addend):
+        return written
+    match = re.fullmatch(r"(\w+)@(-?\d+)", written, re.ASCII) if isinstance(written, str) else None
+    if match is None:
+        raise problem(f"expected an addend such as routed@1, found {shown(written)}")
+    name, back = match[1], match[2]
+    if name not in ADDEND_NAMES:
+        raise problem(f"{written!r}: no addend is called {name!r}; {did_you_mean(name, ADDEND_NAMES)}")
+    if not re.fullmatch(r"[1-9]\d{0,3}", back):
+        raise problem(
+            f"{shown(written)}: the number must be 1 to 9999 (1 is the write just before the block)"
+        )
+    return Addend(name, int(back))
+
+
+def as_tuple(written: object) -> object:
+    """A list becomes a tuple, which nobody can change later. A single value lacks its brackets."""
+    if isinstance(written, list):
+        return tuple(written)
+    if isinstance(written, tuple):
+        return written
+    example = f"; write [{written}]" if isinstance(written, str) else ""
+    raise problem(f"expected a list, found {shown(written)}{example}")
+
+
+def _drops_each_once(addends: tuple[Addend, ...]) -> tuple[Addend, ...]:
+    if not addends:
+        raise problem("an empty list drops nothing; name an addend such as routed@1, or delete the rule")
+    faults = []
+    for i, addend in enumerate(addends):
+        if addend in addends[:i]:
+            faults.append(((i,), f"{addend} is here twice"))
+        elif addend.name != "all" and Addend("all", addend.back) in addends:
+            faults.append(((i,), f"{addend} is already part of all@{addend.back}; delete one"))
+    if faults:
+        raise problems(faults)
+    return addends
+
+
+def _parse_blocks(written: object) -> tuple[str, ...]:
+    blocks = [written] if isinstance(written, str) else written
+    if not isinstance(blocks, list | tuple):
+        raise problem(
+            f"expected {', '.join(BLOCK_WORDS)}, a glob of module paths, or a list; found {shown(written)}"
+        )
+    if not blocks:
+        raise problem("an empty list selects no block; name one, or delete the rule")
+    faults: list[tuple[Place, str]] = []
+    for i, block in enumerate(blocks):
+        if fault := _block_fault(block, blocks):
+            faults.append(((i,) if blocks is written else (), fault))
+    if not faults and len(set(blocks)) < len(blocks):
+        faults.append(((), "a block is here twice"))
+    if faults:
+        raise problems(faults)
+    return tuple(cast(list[str], blocks))
+
+
+def _block_fault(block: object, blocks: list[object] | tuple[object, ...]) -> str | None:
+    if not isinstance(block, str):
+        return f"expected {', '.join(BLOCK_WORDS)} or a glob of module paths, found {shown(block)}"
+    if block not in BLOCK_WORDS:
+        if "," in block:
+            return f"{shown(block)}: write a list, [{block}]"
+        # A dot or a wildcard makes a path; without this a misspelt word would be a glob that matches nothing.
+        if not re.search(r"[.*?\[]", block) or re.search(r"\s", block):
+            hint = did_you_mean(block, BLOCK_WORDS)
+            return (
+                f"{shown(block)} is neither a kind of block nor a glob such as 'model.layers.*.mlp'; {hint}"
+            )
+    wider = [other for other in blocks if other != block and _covers(other, block)]
+    return f"{block!r} is already part of {wider[0]!r}; delete one" if wider else None
+
+
+def _covers(wider: object, narrower: str) -> bool:
+    """True if every block that `narrower` names, in any model, is also named by `wider`."""
+    return wider in (narrower, "all") or (wider, narrower) == ("mixer", "attention")
+
+
+class Rule(Strict):
+    """One entry of `connect`: what some blocks no longer see of the residual stream."""
+
+    blocks: Annotated[
+        tuple[str, ...],
+        PlainValidator(_parse_blocks),
+        PlainSerializer(lambda blocks: blocks[0] if len(blocks) == 1 else list(blocks)),
+    ] = Field(
+        description="attention, moe, dense, mixer (attention, linear attention, SSM, convolution), all, "
+        "or a glob of module paths in which * also crosses dots"
+    )
+    layers: Annotated[Layers, PlainValidator(parse_layers), PlainSerializer(Layers.to_plain)] = Field(
+        default=Layers(), description="which decoder layers, counted from 0; ranges include both ends"
+    )
+    without: Annotated[
+        tuple[Annotated[Addend, PlainValidator(_parse_addend), PlainSerializer(str)], ...],
+        BeforeValidator(as_tuple),
+        AfterValidator(_drops_each_once),
+    ] = Field(
+        description="addends the block no longer sees: routed@n, shared@n or all@n, where n counts the writes "
+        "to the stream before the block and 1 is the one just before it; a write that lacks the addend has "
+        "nothing to drop"
+    )
+
+    def claims(self, kind: str, path: str) -> bool:
+        """True if the rule names this block. `kind`: attention, mixer (any other mixer), moe or dense."""
+        return any(_covers(block, kind) or fnmatchcase(path, block) for block in self.blocks)
+
+    def overlap_with(self, other: "Rule") -> str | None:
+        """What both rules claim in any model that both fit; None if nothing, or if that takes a model to say."""
+        if not self.layers.shares_a_layer_with(other.layers):
+            return None
+        for one, two in itertools.product(self.blocks, other.blocks):
+            for wide, narrow, layers in ((one, two, self.layers), (two, one, other.layers)):
+                # A glob names its layers itself, so only the word `all` on all layers is sure to meet it.
+                is_sure = narrow in BLOCK_WORDS or wide == narrow or layers.is_all
+                if _covers(wide, narrow) and is_sure:
+                    return narrow
+        return None

@@ -1,0 +1,106 @@
+"""Rewired decoder layers: a layer's class is swapped for a subclass that takes and returns the streams.
+
+The swap keeps the module, its parameters and its place in the model, so hooks, optimizers, DDP, FSDP2,
+deepcopy and state_dict see nothing new. No function is stored on the layer; the wiring is plain data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxskip.capture.hf import layer_class
+from fxskip.capture.region import CompiledRegion, Streams, compile_region
+from fxskip.errors import CaptureError, PassError
+from fxskip.pipeline import rewire
+from fxskip.runtime.layer_cache import layer_caches
+from fxskip.runtime.recorded_outputs import traceable_recording
+from fxskip.wiring import RegionWiring
+
+
+class Region(nn.Module):
+    """Mixin of every rewired decoder layer. Streams between layers are [B, S, D] tensors of one dtype.
+
+    A layer that is wired to one stream takes and returns a tensor like the original; with more, a tuple
+    of tensors, the full stream first.
+    """
+
+    fxskip_base: ClassVar[type[nn.Module]]
+    fxskip_wiring: RegionWiring
+    fxskip_layer: int
+
+    def forward(self, hidden_states: Tensor | Streams, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's original body, rewired. Arguments and result are the original layer's."""
+        _refuse_reentrant_checkpointing(self)
+        streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+        _require_streams(self, len(streams))
+        region = _compiled(self.fxskip_wiring)
+        with traceable_recording():
+            out, others = region(self, self.fxskip_base, streams, args, layer_caches(kwargs, self.fxskip_layer))
+        if not others:
+            return out
+        if isinstance(out, tuple):
+            return ((out[0], *others), *out[1:])
+        return (out, *others)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The subclass exists in no module under its name; pickle and deepcopy make it again from the original class.
+        return _bare_region, (self.fxskip_base,), self.__getstate__()
+
+
+def install(layers: Sequence[nn.Module], wirings: Sequence[RegionWiring]) -> None:
+    """Turn each layer, in place, into a region with its wiring."""
+    for index, (layer, wiring) in enumerate(zip(layers, wirings, strict=True)):
+        layer.__class__ = region_class(layer_class(layer))
+        layer.fxskip_wiring = wiring  # type: ignore[assignment]
+        layer.fxskip_layer = index  # type: ignore[assignment]
+
+
+@lru_cache(maxsize=None)
+def region_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of `base` that runs rewired; one for each class."""
+    return type(f"FxSkip{base.__name__}", (Region, base), {"fxskip_base": base, "__module__": __name__})
+
+
+def _bare_region(base: type[nn.Module]) -> nn.Module:
+    cls = region_class(base)
+    return cls.__new__(cls)
+
+
+@lru_cache(maxsize=None)
+def _compiled(wiring: RegionWiring) -> CompiledRegion:
+    """The region function of a wiring: all layers of all models that are wired alike share its captures."""
+    return compile_region(partial(_build, wiring), len(wiring.outputs), wiring.digest())
+
+
+def _build(wiring: RegionWiring, module: fx.GraphModule) -> Any:
+    return fx.GraphModule(module, rewire(module.graph, wiring)).forward
+
+
+def _require_streams(layer: Region, found: int) -> None:
+    wanted = len(layer.fxskip_wiring.inputs)
+    if found != wanted:
+        raise CaptureError(
+            f"layer {layer.fxskip_layer}",
+            f"{found} streams arrive where the wiring needs {wanted}",
+            where=type(layer).__name__,
+            hint="call the model, not single layers; layers must not be removed or reordered after the transform",
+        )
+
+
+def _refuse_reentrant_checkpointing(layer: nn.Module) -> None:
+    """Reentrant checkpointing sees no tensors inside a tuple, so it would lose the gradient of the stream."""
+    if not (layer.training and getattr(layer, "gradient_checkpointing", False)):
+        return
+    function = getattr(layer, "_gradient_checkpointing_func", None)
+    if isinstance(function, partial) and function.keywords.get("use_reentrant") and torch.is_grad_enabled() is False:
+        raise PassError(
+            "gradient checkpointing",
+            "use_reentrant=True loses the gradient of streams that cross a layer's border",
+            where=type(layer).__name__,
+            hint='model.gradient_checkpointing_enable({"use_reentrant": False})',
+        )

@@ -1,0 +1,223 @@
+"""What a spec means for a given model: which value of the stream each sub-block reads.
+
+Writes to the stream are numbered through the whole model: 1 is the first layer's first sub-block. A
+variant of the stream is named by what it lacks, a set of (write, addend). The full stream lacks nothing.
+Inside one region the numbers count from its own first write, so that layers wired alike compare equal
+and share one captured graph; earlier writes then are 0, -1, ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fxskip.errors import PassError
+from fxskip.rule import Rule
+from fxskip.spec import Spec
+
+KINDS = ("attention", "moe", "dense", "mixer")
+
+Variant = frozenset[tuple[int, str]]
+FULL: Variant = frozenset()
+
+
+@dataclass(frozen=True)
+class SubBlock:
+    """One sub-block of the model: it reads the stream, computes, and adds its addends to the stream."""
+
+    layer: int
+    kind: str
+    path: str
+    """Module path in the model, `model.layers.3.mlp`."""
+    addends: tuple[str, ...]
+    """Names of what it adds, in the order of the original code: ("routed", "shared"), ("attention",)."""
+    inseparable: str = ""
+    """Why a sum of routed and shared experts could not be taken apart; empty where it could or need not."""
+
+
+@dataclass(frozen=True)
+class BlockWiring:
+    """What one sub-block of a region is expected to be and which variant of the stream it reads."""
+
+    kind: str
+    addends: tuple[str, ...]
+    reads: Variant
+
+
+@dataclass(frozen=True)
+class RegionWiring:
+    """The wiring of one decoder layer. Streams cross its borders as a tuple, the full one first."""
+
+    blocks: tuple[BlockWiring, ...]
+    inputs: tuple[Variant, ...]
+    outputs: tuple[Variant, ...]
+    split_sum: bool = False
+    """Add the shared before the routed experts: ((r + shared) + routed)."""
+
+    def digest(self) -> str:
+        """A short hash that is the same for equal wirings in every process."""
+        return hashlib.sha256(json.dumps(_plain(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Connection:
+    """What became of the rules at one sub-block."""
+
+    block: SubBlock
+    write: int
+    lacks: tuple[tuple[int, str], ...]
+    """(write, addend) that the block no longer sees, sorted."""
+    rule: int | None
+    """Index of the rule in the spec's `connect`; None where no rule selects the block."""
+    note: str = ""
+    """Why the rule changed nothing here, where it did not."""
+
+
+@dataclass(frozen=True)
+class ModelWiring:
+    """The whole model: a connection a sub-block and a region wiring a layer."""
+
+    connections: tuple[Connection, ...]
+    regions: tuple[RegionWiring, ...]
+
+    def digest(self) -> str:
+        """Hash over all regions: two students with the same hash are wired the same way."""
+        return hashlib.sha256("".join(r.digest() for r in self.regions).encode()).hexdigest()
+
+
+def connect(spec: Spec, blocks: Sequence[SubBlock]) -> ModelWiring:
+    """Apply the rules of `spec` to the sub-blocks of a model, given in the order in which they write.
+
+    Raises SpecError for a layer out of range and PassError for a rule that selects no block, drops
+    nothing anywhere, or needs addends that this architecture does not keep apart, and for two rules
+    that claim one block.
+    """
+    n_layers = blocks[-1].layer + 1
+    claims = _claims(spec.connect, blocks, n_layers)
+    connections = tuple(
+        _connection(blocks, i, rule, spec.connect[rule] if rule is not None else None) for i, rule in enumerate(claims)
+    )
+    for number, rule in enumerate(spec.connect):
+        _require_an_effect(number, rule, [c for c in connections if c.rule == number], blocks)
+    split_sum = spec.sum == "split"
+    return ModelWiring(connections, tuple(_region(connections, layer, split_sum) for layer in range(n_layers)))
+
+
+def _claims(rules: Sequence[Rule], blocks: Sequence[SubBlock], n_layers: int) -> list[int | None]:
+    """The rule that selects each block, by its index."""
+    claims: list[int | None] = [None] * len(blocks)
+    for number, rule in enumerate(rules):
+        layers = set(rule.layers.resolve(n_layers, where=f"connect.{number}.layers"))
+        for i, block in enumerate(blocks):
+            if block.layer not in layers or not rule.claims(block.kind, block.path):
+                continue
+            if claims[i] is not None:
+                raise PassError(
+                    "connect",
+                    f"connect.{claims[i]} and connect.{number} both claim the {block.kind} block of layer {block.layer}",
+                    where=block.path,
+                    hint="give each block one rule: narrow `layers` or `blocks` of one of the two",
+                )
+            claims[i] = number
+        if number not in claims:
+            raise PassError(
+                "connect",
+                f"connect.{number} selects no block of this model",
+                where=f"blocks: {', '.join(rule.blocks)}; layers: {_span(sorted(layers))}",
+                hint=f"the model has {_census(blocks)}; module paths look like {blocks[0].path!r}",
+            )
+    return claims
+
+
+def _connection(blocks: Sequence[SubBlock], index: int, number: int | None, rule: Rule | None) -> Connection:
+    """Which earlier addends the block at `index` no longer sees. Its own write is number index + 1."""
+    block, write = blocks[index], index + 1
+    if rule is None:
+        return Connection(block, write, (), None, "no rule selects it")
+    lacks: set[tuple[int, str]] = set()
+    notes: list[str] = []
+    for addend in rule.without:
+        source = index - addend.back
+        if source < 0:
+            notes.append(f"{addend}: no write that early; the embedding is not a write")
+            continue
+        other = blocks[source]
+        if addend.name != "all" and other.inseparable:
+            raise PassError(
+                "connect",
+                f"{addend} for the {block.kind} block of layer {block.layer}: routed and shared experts of layer "
+                f"{other.layer} cannot be told apart",
+                where=f"{other.path}: {other.inseparable}",
+                hint=f"drop the whole write with all@{addend.back}",
+            )
+        names = other.addends if addend.name == "all" else tuple(a for a in other.addends if a == addend.name)
+        if not names:
+            notes.append(f"{addend}: that write is {other.kind} in layer {other.layer} and has no such addend")
+        lacks |= {(source + 1, name) for name in names}
+    return Connection(block, write, tuple(sorted(lacks)), number, "" if lacks else "; ".join(notes))
+
+
+def _require_an_effect(number: int, rule: Rule, hit: Sequence[Connection], blocks: Sequence[SubBlock]) -> None:
+    if any(c.lacks for c in hit):
+        return
+    raise PassError(
+        "connect",
+        f"connect.{number} drops nothing: {', '.join(map(str, rule.without))} names nothing that the selected blocks see",
+        where=f"layers {_span(sorted({c.block.layer for c in hit}))}; first: {hit[0].block.path}: {hit[0].note}",
+        hint=f"the model has {_census(blocks)}; @1 is the write just before the block",
+    )
+
+
+def _region(connections: Sequence[Connection], layer: int, split_sum: bool) -> RegionWiring:
+    inside = [c for c in connections if c.block.layer == layer]
+    before = inside[0].write - 1
+    return RegionWiring(
+        blocks=tuple(
+            BlockWiring(c.block.kind, c.block.addends, _relative(frozenset(c.lacks), before)) for c in inside
+        ),
+        inputs=_crossing(connections, before, before),
+        outputs=_crossing(connections, inside[-1].write, before),
+        split_sum=split_sum,
+    )
+
+
+def _crossing(connections: Sequence[Connection], border: int, zero: int) -> tuple[Variant, ...]:
+    """The variants that some block after write `border` still needs, the full stream first."""
+    needed = {frozenset(pair for pair in c.lacks if pair[0] <= border) for c in connections if c.write > border}
+    others = sorted((_relative(v, zero) for v in needed if v), key=sorted)
+    return (FULL, *others)
+
+
+def _relative(variant: Variant, zero: int) -> Variant:
+    return frozenset((write - zero, addend) for write, addend in variant)
+
+
+def _census(blocks: Sequence[SubBlock]) -> str:
+    parts = []
+    for kind in KINDS:
+        if layers := sorted({b.layer for b in blocks if b.kind == kind}):
+            parts.append(f"{kind} in layers {_span(layers)}")
+    return ", ".join(parts)
+
+
+def _span(layers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] as "0-2, 5"."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
+
+
+def _plain(region: RegionWiring) -> dict[str, Any]:
+    return {
+        "blocks": [[b.kind, list(b.addends), sorted(b.reads)] for b in region.blocks],
+        "inputs": [sorted(v) for v in region.inputs],
+        "outputs": [sorted(v) for v in region.outputs],
+        "split_sum": region.split_sum,
+    }

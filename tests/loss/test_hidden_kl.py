@@ -1,0 +1,193 @@
+import pytest
+import torch
+
+from fxskip.errors import FxskipError
+from fxskip.loss import hidden_kl
+from tests.loss.formulas import Case, kl, logits
+
+OPTIONS = [
+    {},
+    {"temperature": 2.5},
+    {"scale": 0.3, "softcap": 2.0, "temperature": 0.7},
+    {"denominator": 29.0},
+    {"token_weight": torch.tensor([0.0, 2.0, 0.5] * 4 + [0.0])},
+    {"token_weight": torch.tensor([0.0, 2.0, 0.5] * 4 + [0.0]), "denominator": torch.tensor(7.0)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_equals_the_formula(options, bias):
+    case = Case(bias=bias)
+    loss = hidden_kl(*case.arguments, chunk_tokens=4, **case.biases, **options)
+    got = [loss.detach(), *torch.autograd.grad(loss, case.student)]
+    assert loss.dtype == torch.float32
+    for value, expected in zip(got, case.expected(**options), strict=True):
+        torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 13, 100])
+def test_the_chunk_size_does_not_change_the_result(chunk_tokens):
+    case = Case(dtype=torch.float64)
+    loss = hidden_kl(*case.arguments, chunk_tokens=chunk_tokens)
+    got = [loss.detach(), *torch.autograd.grad(loss, case.student)]
+    torch.testing.assert_close(got, case.expected(), rtol=1e-12, atol=1e-13)
+
+
+def test_gradcheck():
+    case = Case(tokens=5, width=3, vocabulary=4, dtype=torch.float64, bias=True)
+    hidden, weight, bias = case.student
+
+    def loss(hidden, weight, bias):
+        teacher = case.teacher_hidden, case.teacher_weight
+        biases = {"student_bias": bias, "teacher_bias": case.biases["teacher_bias"]}
+        return hidden_kl(hidden, weight, *teacher, chunk_tokens=2, softcap=1.5, temperature=2.0, **biases)
+
+    assert torch.autograd.gradcheck(loss, (hidden, weight, bias))
+
+
+def test_bfloat16_inputs_are_rounded_once_at_the_end():
+    # Student and teacher almost agree: rounding the logits to bfloat16 would bury the difference.
+    case = Case(tokens=64, width=32, vocabulary=301, dtype=torch.bfloat16)
+    other = Case(tokens=64, width=32, vocabulary=301, dtype=torch.bfloat16, seed=1)
+    case.teacher_weight = (case.student_weight + 0.01 * other.student_weight).detach()
+    case.teacher_hidden = case.student_hidden.detach().clone()
+    loss = hidden_kl(*case.arguments, chunk_tokens=16)
+    expected, *expected_gradients = case.expected()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-7)
+    for got, right in zip(torch.autograd.grad(loss, case.student), expected_gradients, strict=True):
+        assert got.dtype == torch.bfloat16
+        # One rounding to bfloat16 is an error of 1.7e-3 in the norm; logits in bfloat16 make it over 1e-2.
+        assert (got.double() - right).norm() < 2e-3 * right.norm()
+
+
+def test_a_float32_weight_beside_bfloat16_states_keeps_a_float32_gradient():
+    case = Case(tokens=64, width=16, vocabulary=33)
+    hidden = case.student_hidden.detach().bfloat16()
+    loss = hidden_kl(hidden, case.student_weight, case.teacher_hidden, case.teacher_weight, chunk_tokens=1)
+    (got,) = torch.autograd.grad(loss, case.student_weight)
+    rounded = case.student_weight.detach().bfloat16().double().requires_grad_()
+    expected = kl(logits(hidden, rounded), logits(case.teacher_hidden, case.teacher_weight))
+    (right,) = torch.autograd.grad(expected, rounded)
+    torch.testing.assert_close(got, right.float(), rtol=1e-5, atol=1e-7)  # 2**-8 if a chunk were rounded
+
+
+def test_autocast_around_the_call_changes_nothing():
+    case = Case()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = hidden_kl(*case.arguments)
+    assert torch.equal(inside, hidden_kl(*case.arguments))
+
+
+def test_only_the_wanted_gradients_are_formed_and_the_teacher_gets_none():
+    case = Case()
+    case.student_weight.requires_grad_(False)
+    case.teacher_weight.requires_grad_()
+    case.teacher_hidden.requires_grad_()
+    loss = hidden_kl(*case.arguments)
+    saved = loss.grad_fn.saved_tensors
+    assert [None if tensor is None else tuple(tensor.shape) for tensor in saved] == [(13, 6), None, None]
+    loss.backward()
+    assert case.student_hidden.grad is not None
+    assert case.teacher_weight.grad is None
+    assert case.teacher_hidden.grad is None
+    with torch.no_grad():
+        assert not hidden_kl(*case.arguments).requires_grad
+
+
+def test_a_shared_head_gets_the_students_gradient_only():
+    case = Case()
+    case.teacher_hidden, case.teacher_weight = torch.randn(13, 6), case.student_weight
+    loss = hidden_kl(*case.arguments)
+    constant = case.student_weight.detach()
+    expected = kl(logits(case.student_hidden, case.student_weight), logits(case.teacher_hidden, constant))
+    (right,) = torch.autograd.grad(expected, case.student_weight)
+    (got,) = torch.autograd.grad(loss, case.student_weight)
+    torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-6)
+
+
+def test_non_contiguous_inputs():
+    case = Case()
+    strided = [leaf.detach().T.contiguous().T for leaf in case.arguments]
+    assert not any(leaf.is_contiguous() for leaf in strided)
+    got = hidden_kl(strided[0].requires_grad_(), strided[1], *strided[2:], chunk_tokens=4)
+    got.backward()
+    loss, d_hidden, _ = case.expected()
+    torch.testing.assert_close(got.detach().double(), loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(strided[0].grad.double(), d_hidden, rtol=1e-5, atol=1e-6)
+
+
+def test_a_second_backward_is_the_same_and_a_second_derivative_is_refused():
+    case = Case()
+    loss = hidden_kl(*case.arguments)
+    first = torch.autograd.grad(3.0 * loss, case.student, retain_graph=True)
+    second = torch.autograd.grad(3.0 * loss, case.student, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with pytest.raises(FxskipError, match="hidden_kl: create_graph=True asks for a gradient of the gradient"):
+        torch.autograd.grad(loss, case.student, create_graph=True)
+
+
+@pytest.mark.parametrize("tokens", [0, 13])
+def test_without_a_counted_token_loss_and_gradients_are_zero(tokens):
+    case = Case(tokens=tokens)
+    loss = hidden_kl(*case.arguments, token_weight=torch.zeros(tokens))
+    assert loss.item() == 0.0
+    loss.backward()
+    assert all(leaf.grad is not None and not leaf.grad.any() for leaf in case.student)
+
+
+def test_rows_of_weight_zero_may_hold_nan():
+    case = Case()
+    weight = torch.ones(13)
+    weight[4] = 0.0
+    expected = case.expected(token_weight=weight)
+    with torch.no_grad():
+        case.student_hidden[4] = torch.nan
+        case.teacher_hidden[4] = torch.inf
+    loss = hidden_kl(*case.arguments, token_weight=weight, chunk_tokens=3)
+    got = [loss.detach(), *torch.autograd.grad(loss, case.student)]
+    for value, right in zip(got, expected, strict=True):
+        torch.testing.assert_close(value.double(), right.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_token_that_both_heads_exclude_adds_nothing():
+    case = Case(bias=True)
+    with torch.no_grad():
+        for bias in case.biases.values():
+            bias[-3:] = -torch.inf
+    loss = hidden_kl(*case.arguments, **case.biases)
+    cut = {name: bias.detach()[:-3] for name, bias in case.biases.items()}
+    student = logits(case.student_hidden, case.student_weight[:-3], cut["student_bias"])
+    teacher = logits(case.teacher_hidden, case.teacher_weight[:-3], cut["teacher_bias"])
+    torch.testing.assert_close(loss.double(), kl(student, teacher), rtol=1e-5, atol=1e-6)
+    loss.backward()
+    assert all(leaf.grad.isfinite().all() for leaf in case.student)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"student_hidden": torch.zeros(2, 13, 6)}, r"student_hidden has shape \[2, 13, 6\]"),
+        ({"student_hidden": torch.zeros(13, 6).long()}, "student_hidden is torch.int64"),
+        ({"student_weight": torch.zeros(17, 5)}, "student_weight is .*widths differ"),
+        ({"teacher_weight": torch.zeros(18, 8)}, "teacher_weight has 18 tokens .*student_weight 17"),
+        ({"teacher_hidden": torch.zeros(12, 8)}, "teacher_hidden has 12 tokens, student_hidden 13"),
+        ({"student_bias": torch.zeros(16)}, r"student_bias is \[16\]"),
+        ({"token_weight": torch.zeros(12)}, r"token_weight is \[12\]"),
+        ({"token_weight": torch.full((13,), -1.0)}, r"token_weight\[0\] is -1.0"),
+        ({"token_weight": torch.ones(13, requires_grad=True)}, "token_weight requires a gradient"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"softcap": -1.0}, "softcap is -1.0"),
+        ({"scale": float("nan")}, "scale is nan"),
+        ({"denominator": 0.0}, "denominator is 0.0"),
+        ({"chunk_tokens": 0}, "chunk_tokens is 0"),
+        ({"beta": 0.5}, "beta=0.5 .*not built"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_a_bad_argument_is_named(change, message):
+    case = Case()
+    names = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
+    arguments = dict(zip(names, case.arguments, strict=True)) | change
+    with pytest.raises(FxskipError, match=message):
+        hidden_kl(**arguments)
