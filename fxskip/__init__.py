@@ -8,7 +8,15 @@ Importing the package tells transformers' Auto classes how to load rewired model
 from fxskip import distill, loss
 from fxskip.api import explain, is_transformed, plan, spec_of, transform
 from fxskip.checkpoint import register_families
-from fxskip.errors import CacheError, CaptureError, CheckpointError, FxskipError, PassError, ScheduleError, SpecError
+from fxskip.errors import (
+    CacheError,
+    CaptureError,
+    CheckpointError,
+    FxskipError,
+    PassError,
+    ScheduleError,
+    SpecError,
+)
 from fxskip.plan import Plan
 from fxskip.spec import Spec, load_spec
 from fxskip.version import __version__

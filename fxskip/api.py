@@ -68,10 +68,7 @@ def plan(model: nn.Module | PreTrainedConfig, spec: SpecSource) -> Plan:
     Raises what `transform` raises for the spec and the architecture; stages that do not exist yet are no error.
     """
     loaded = load_spec(spec)
-    if isinstance(model, PreTrainedConfig):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model, dtype=torch.bfloat16)
-    analysis = _analyse_stock(model)
+    analysis = _analyse_stock(_without_weights(model) if isinstance(model, PreTrainedConfig) else model)
     return analysis.plan(loaded, analysis.connect(loaded))
 
 
@@ -127,10 +124,14 @@ class _Analysis:
             graph = analysed[id(layer.graph)]
             found = sub_blocks(graph, layer=index, layer_path=layer.path)
             blocks += found
-            costs += [block_costs(graph, i, bytes_per_element=bytes_per_element) for i in range(1, len(found) + 1)]
+            costs += [
+                block_costs(graph, i, bytes_per_element=bytes_per_element) for i in range(1, len(found) + 1)
+            ]
         _require_experts(model, blocks)
         graphs = tuple(analysed[id(c.graph)] for c in captured)
-        return cls(base_class(model).__name__, graphs, tuple(c.graph for c in captured), tuple(blocks), tuple(costs))
+        return cls(
+            base_class(model).__name__, graphs, tuple(c.graph for c in captured), tuple(blocks), tuple(costs)
+        )
 
     def connect(self, spec: Spec) -> ModelWiring:
         return connect(spec, self.blocks)
@@ -153,6 +154,12 @@ def _analyse_stock(model: nn.Module) -> _Analysis:
         )
     decoder_layers(model)  # refuses what is no language model of transformers
     return _Analysis.of(cast(PreTrainedModel, model))
+
+
+def _without_weights(config: PreTrainedConfig) -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model
 
 
 def _require_record(student: nn.Module) -> WiringRecord:
@@ -181,7 +188,9 @@ def _refuse_missing_stages(spec: Spec, example_inputs: tuple[Any, ...] | None, m
     """What the language can say and this version cannot do is refused, never ignored."""
     missing = []
     axes = spec.parallel.model_dump(exclude_none=True) if spec.parallel else {}
-    missing += [f"parallel.{axis}.size: {v['size']} (collectives)" for axis, v in axes.items() if v["size"] > 1]
+    missing += [
+        f"parallel.{axis}.size: {v['size']} (collectives)" for axis, v in axes.items() if v["size"] > 1
+    ]
     if spec.schedule is not None and spec.schedule.overlap != "none":
         missing.append(f"schedule.overlap: {spec.schedule.overlap} (the scheduler)")
     if (runtime := spec.runtime) is not None:
@@ -199,5 +208,5 @@ def _refuse_missing_stages(spec: Spec, example_inputs: tuple[Any, ...] | None, m
         raise PassError(
             "transform",
             "this version has no stage for " + "; ".join(missing),
-            hint="leave these out: the rewired model then runs in one process, in plain order. fxskip.plan accepts them",
+            hint="leave these out: the rewired model then runs in one process, in plain order. plan accepts them",
         )

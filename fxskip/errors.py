@@ -7,7 +7,6 @@ Every class builds its message from the same four parts, so that someone who has
       hint   select layers "2-26", or drop whole writes with all@1
 """
 
-import copyreg
 from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, NamedTuple, overload
@@ -33,7 +32,7 @@ class FxskipError(Exception):
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         # Exception's own __reduce__ calls the class with `args`, which here is the finished message: `hint`
         # would be missing and the error lost, just when a worker process wants to report it.
-        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
+        return _without_init, (type(self), self.args), self.__dict__
 
 
 class Problem(NamedTuple):
@@ -117,6 +116,10 @@ class CacheError(FxskipError):
 
 class CheckpointError(FxskipError):
     """A saved model is incomplete, inconsistent, or would load with another wiring."""
+
+
+def _without_init(kind: type[FxskipError], args: tuple[Any, ...]) -> FxskipError:
+    return kind.__new__(kind, *args)
 
 
 def _indented(text: str) -> str:

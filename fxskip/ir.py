@@ -56,7 +56,9 @@ def update(node: fx.Node, **changes: Any) -> None:
     """Replace some fields of the node's NodeInfo."""
     found = info(node)
     if found is None:
-        raise PassError("ir.update", f"node {node.name!r} has no NodeInfo", hint="run find_stream before this pass")
+        raise PassError(
+            "ir.update", f"node {node.name!r} has no NodeInfo", hint="run find_stream before this pass"
+        )
     annotate(node, replace(found, **changes))
 
 
@@ -99,7 +101,7 @@ def _(value: torch.Tensor, index: int) -> torch.Tensor:
 
 def _marked(graph: fx.Graph, op: str) -> dict[int, fx.Node]:
     target = getattr(torch.ops.fxskip, op).default
-    return {int(n.args[1]): n for n in graph.nodes if n.target is target}  # type: ignore[arg-type]
+    return {int(n.args[1]): n for n in graph.nodes if n.target is target}
 
 
 def stream_inputs(graph: fx.Graph) -> dict[int, fx.Node]:
@@ -127,15 +129,18 @@ def with_streams(graph: fx.Graph, n_inputs: int, n_outputs: int) -> fx.Graph:
     new = copy_graph(graph)
     first = stream_inputs(new)[0]
     output = next(n for n in new.nodes if n.op == "output")
-    markers = []
-    for op, start, end, anchor in (("stream_in", 1, n_inputs, first), ("stream_out", 1, n_outputs, output)):
-        with new.inserting_before(anchor):
-            for index in range(start, end):
-                source = first.args[0] if op == "stream_in" else first
-                marker = new.call_function(getattr(torch.ops.fxskip, op).default, (source, index))
-                marker.meta["example_value"] = value(first)
-                markers.append(marker)
-    output.args = ((output.args[0], tuple(markers)),)
+    for index in range(1, n_inputs):
+        with new.inserting_before(next(iter(new.nodes))):
+            source = new.placeholder(f"stream_{index}")
+        with new.inserting_before(first):
+            marker = new.call_function(torch.ops.fxskip.stream_in.default, (source, index))
+        source.meta["example_value"] = marker.meta["example_value"] = value(first)
+    others = []
+    with new.inserting_before(output):
+        for index in range(1, n_outputs):
+            others.append(new.call_function(torch.ops.fxskip.stream_out.default, (first, index)))
+            others[-1].meta["example_value"] = value(first)
+    output.args = ((output.args[0], tuple(others)),)
     new.lint()
     return new
 
@@ -182,13 +187,33 @@ def mutated_base(node: fx.Node) -> fx.Node | None:
     """The node whose storage this one writes in place, or None."""
     name = op_name(node)
     in_place = (
-        name.endswith("_") and not name.endswith("__") if node.op == "call_method" else name in _IN_PLACE_FUNCTIONS
+        name.endswith("_") and not name.endswith("__")
+        if node.op == "call_method"
+        else name in _IN_PLACE_FUNCTIONS
     )
     base = node.args[0] if in_place and node.args else None
     return base if isinstance(base, fx.Node) else None
 
 
-_IN_PLACE_FUNCTIONS = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "iand", "ior"})
+_IN_PLACE_FUNCTIONS = frozenset(
+    {"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "iand", "ior"}
+)
+
+
+def storage(node: fx.Node) -> int | None:
+    """Identity of the memory that the node's value lies in: equal for a tensor and its views; None for no tensor."""
+    tensor = value(node)
+    return tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else None
+
+
+def writers(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """The nodes that write in place, by the storage they write, in order."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        base = mutated_base(node)
+        if base is not None and (memory := storage(base)) is not None:
+            found.setdefault(memory, []).append(node)
+    return found
 
 
 def module_path(node: fx.Node) -> str:
@@ -201,12 +226,16 @@ def module_path(node: fx.Node) -> str:
 
 
 def dataflow(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
-    """Successors of each node, where writing a tensor in place also feeds the tensor's later readers."""
+    """Successors of each node. A node that writes in place also feeds the later readers of that memory."""
     order = {n: i for i, n in enumerate(graph.nodes)}
     after = {n: set(n.users) for n in graph.nodes}
+    readers: dict[int, set[fx.Node]] = {}
     for node in graph.nodes:
-        if (base := mutated_base(node)) is not None:
-            after[node] |= {u for u in base.users if order[u] > order[node]}
+        if (memory := storage(node)) is not None:
+            readers.setdefault(memory, set()).update(node.users)
+    for memory, nodes in writers(graph).items():
+        for node in nodes:
+            after[node] |= {u for u in readers[memory] if order[u] > order[node]}
     return after
 
 
@@ -284,7 +313,9 @@ def show(graph: fx.Graph) -> str:
         if node.op == "output":
             lines.append(f"{position:>3}  return {_text(node.args[0])}")
             continue
-        call = "" if node.op == "placeholder" else f"{op_name(node)}({', '.join(_text(a) for a in node.args)})"
+        call = (
+            "" if node.op == "placeholder" else f"{op_name(node)}({', '.join(_text(a) for a in node.args)})"
+        )
         about = info(node)
         tail = "" if about is None else f"{about.role} {about.write} {about.kind} {about.addend}".rstrip()
         lines.append(f"{position:>3}  {node.name:<12} {call:<40} {tail}".rstrip())

@@ -12,7 +12,7 @@ are skipped in this way, and selects the rest.
 import re
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
-from typing import Literal, cast
+from typing import Literal, NoReturn, cast
 
 from fxskip.errors import SpecError
 from fxskip.strict_model import did_you_mean, problem, problems
@@ -84,11 +84,9 @@ class Layers:
 
     def __str__(self) -> str:
         plain = self.to_plain()
-        return (
-            ", ".join(f"{{{end}: {amount}}}" for end, amount in plain.items())
-            if isinstance(plain, dict)
-            else str(plain)
-        )
+        if isinstance(plain, dict):
+            return ", ".join(f"{{{end}: {amount}}}" for end, amount in plain.items())
+        return str(plain)
 
     def _taken(self, n_layers: int) -> int:
         if self.percent is None:
@@ -96,17 +94,12 @@ class Layers:
         return max(1, int((n_layers * self.percent / 100).to_integral_value(ROUND_HALF_UP)))
 
     def _certain(self) -> frozenset[int]:
-        """Layers it has in every model, counted from the front (0, 1, …) or from the back (-1, …)."""
-        taken = self.count or 1  # of a percentage only the outermost layer is certain
-        ends = {
-            "first": range(taken),
-            "last": range(-taken, 0),
-            "skip_first": range(-1, 0),
-            None: self.numbers,
-        }
-        return frozenset(ends[self.end])
+        """Layers it has in every model that it fits; -1 is the last layer, whatever its number."""
+        if self.end == "first":
+            return frozenset(range(self.count or 1))  # of a percentage only layer 0 is certain
+        return frozenset([-1] if self.end else self.numbers)
 
-    def _does_not_fit(self, n_layers: int, where: str | None, hint: str) -> None:
+    def _does_not_fit(self, n_layers: int, where: str | None, hint: str) -> NoReturn:
         found = f"the model has {n_layers} decoder layers (0-{n_layers - 1})"
         raise SpecError(f"layers {self}", found, where=where, hint=hint)
 

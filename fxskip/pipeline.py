@@ -16,13 +16,19 @@ from fxskip.errors import PassError
 from fxskip.ir import remove_markers
 from fxskip.passes.classify import classify
 from fxskip.passes.find_stream import find_stream
+from fxskip.passes.functionalise import functionalise
 from fxskip.passes.reroute import reroute
 from fxskip.passes.split_contributions import split_contributions
 from fxskip.passes.sub_blocks import sub_blocks
 from fxskip.passes.verify import verify
 from fxskip.wiring import RegionWiring
 
-ANALYSIS: tuple[Callable[[fx.Graph], fx.Graph], ...] = (find_stream, classify, split_contributions)
+ANALYSIS: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
+    functionalise,
+    find_stream,
+    classify,
+    split_contributions,
+)
 REWIRING: tuple[Callable[[fx.Graph, RegionWiring], fx.Graph], ...] = (reroute, verify)
 
 
@@ -53,5 +59,3 @@ def _require_planned_blocks(graph: fx.Graph, wiring: RegionWiring) -> None:
             hint="transform the model again with the configuration (experts and attention implementation, "
             "adapters) that it runs with",
         )
-
-

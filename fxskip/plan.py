@@ -76,7 +76,9 @@ class Plan:
 
     def to_json(self) -> str:
         """All of it as JSON text."""
-        return json.dumps(asdict(self) | {"rewired": self.rewired, "attention_context_tokens": CONTEXT}, indent=2)
+        return json.dumps(
+            asdict(self) | {"rewired": self.rewired, "attention_context_tokens": CONTEXT}, indent=2
+        )
 
     def to_html(self, path: str | PathLike[str]) -> Path:
         """Write a self-contained page with the table and pictures of the wiring before and after."""
@@ -115,8 +117,8 @@ class Plan:
 
     def _legend(self) -> str:
         return (
-            f"FLOPs are counted from shapes, forward only, attention at {CONTEXT} tokens of causal context; nothing was "
-            "timed.\ndispatch/combine: what may run while the block's tokens travel to the experts and back."
+            f"FLOPs are counted from shapes, forward only, attention at {CONTEXT} tokens of causal context; "
+            "nothing was timed.\ndispatch/combine: what may run while the block's tokens travel to the experts and back."
         )
 
 

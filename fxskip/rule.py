@@ -131,9 +131,9 @@ class Rule(Strict):
         BeforeValidator(as_tuple),
         AfterValidator(_drops_each_once),
     ] = Field(
-        description="addends the block no longer sees: routed@n, shared@n or all@n, where n counts the writes "
-        "to the stream before the block and 1 is the one just before it; a write that lacks the addend has "
-        "nothing to drop"
+        description="addends the block no longer sees: routed@n, shared@n or all@n, where n counts the "
+        "writes to the stream before the block and 1 is the one just before it; a write that lacks the "
+        "addend has nothing to drop"
     )
 
     def claims(self, kind: str, path: str) -> bool:
@@ -141,7 +141,7 @@ class Rule(Strict):
         return any(_covers(block, kind) or fnmatchcase(path, block) for block in self.blocks)
 
     def overlap_with(self, other: "Rule") -> str | None:
-        """What both rules claim in any model that both fit; None if nothing, or if that takes a model to say."""
+        """What both rules claim in any model that both fit; None if nothing, or if only a model can tell."""
         if not self.layers.shares_a_layer_with(other.layers):
             return None
         for one, two in itertools.product(self.blocks, other.blocks):

@@ -68,7 +68,8 @@ def validate(
                 f for f in _faults(model, document, detail, more_keys) if (f.line, f.location) not in reported
             ]
     if faults:
-        raise SpecError(document.source, sorted(faults, key=lambda fault: fault.line or 0))
+        faults.sort(key=lambda fault: fault.line or 0)
+        raise SpecError(document.source, faults)
     return made
 
 

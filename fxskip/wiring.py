@@ -98,12 +98,15 @@ def connect(spec: Spec, blocks: Sequence[SubBlock]) -> ModelWiring:
     n_layers = blocks[-1].layer + 1
     claims = _claims(spec.connect, blocks, n_layers)
     connections = tuple(
-        _connection(blocks, i, rule, spec.connect[rule] if rule is not None else None) for i, rule in enumerate(claims)
+        _connection(blocks, i, rule, spec.connect[rule] if rule is not None else None)
+        for i, rule in enumerate(claims)
     )
     for number, rule in enumerate(spec.connect):
         _require_an_effect(number, rule, [c for c in connections if c.rule == number], blocks)
     split_sum = spec.sum == "split"
-    return ModelWiring(connections, tuple(_region(connections, layer, split_sum) for layer in range(n_layers)))
+    return ModelWiring(
+        connections, tuple(_region(connections, layer, split_sum) for layer in range(n_layers))
+    )
 
 
 def _claims(rules: Sequence[Rule], blocks: Sequence[SubBlock], n_layers: int) -> list[int | None]:
@@ -117,7 +120,7 @@ def _claims(rules: Sequence[Rule], blocks: Sequence[SubBlock], n_layers: int) ->
             if claims[i] is not None:
                 raise PassError(
                     "connect",
-                    f"connect.{claims[i]} and connect.{number} both claim the {block.kind} block of layer {block.layer}",
+                    f"connect.{claims[i]} and connect.{number} both claim {block.kind} in layer {block.layer}",
                     where=block.path,
                     hint="give each block one rule: narrow `layers` or `blocks` of one of the two",
                 )
@@ -155,17 +158,21 @@ def _connection(blocks: Sequence[SubBlock], index: int, number: int | None, rule
             )
         names = other.addends if addend.name == "all" else tuple(a for a in other.addends if a == addend.name)
         if not names:
-            notes.append(f"{addend}: that write is {other.kind} in layer {other.layer} and has no such addend")
+            notes.append(
+                f"{addend}: that write is {other.kind} in layer {other.layer} and has no such addend"
+            )
         lacks |= {(source + 1, name) for name in names}
     return Connection(block, write, tuple(sorted(lacks)), number, "" if lacks else "; ".join(notes))
 
 
-def _require_an_effect(number: int, rule: Rule, hit: Sequence[Connection], blocks: Sequence[SubBlock]) -> None:
+def _require_an_effect(
+    number: int, rule: Rule, hit: Sequence[Connection], blocks: Sequence[SubBlock]
+) -> None:
     if any(c.lacks for c in hit):
         return
     raise PassError(
         "connect",
-        f"connect.{number} drops nothing: {', '.join(map(str, rule.without))} names nothing that the selected blocks see",
+        f"connect.{number} drops nothing: {', '.join(map(str, rule.without))} is nothing that its blocks would see",
         where=f"layers {_span(sorted({c.block.layer for c in hit}))}; first: {hit[0].block.path}: {hit[0].note}",
         hint=f"the model has {_census(blocks)}; @1 is the write just before the block",
     )
@@ -186,7 +193,9 @@ def _region(connections: Sequence[Connection], layer: int, split_sum: bool) -> R
 
 def _crossing(connections: Sequence[Connection], border: int, zero: int) -> tuple[Variant, ...]:
     """The variants that some block after write `border` still needs, the full stream first."""
-    needed = {frozenset(pair for pair in c.lacks if pair[0] <= border) for c in connections if c.write > border}
+    needed = {
+        frozenset(pair for pair in c.lacks if pair[0] <= border) for c in connections if c.write > border
+    }
     others = sorted((_relative(v, zero) for v in needed if v), key=sorted)
     return (FULL, *others)
 

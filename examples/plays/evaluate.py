@@ -1,7 +1,7 @@
 """Held-out cross-entropy of a saved model, over whole splits.
 
 python examples/plays/evaluate.py                                # the bundled model, val and held_out
-python examples/plays/evaluate.py --model runs/mine --splits train held_out --sample 568
+python examples/plays/evaluate.py --model out/plays --splits train held_out --sample 568
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(
-            f"train_tokenizer: the text yields {tokenizer.get_vocab_size()} tokens, {vocab_size} were asked for; "
+            f"train_tokenizer: the text yields {tokenizer.get_vocab_size()} tokens, not {vocab_size}; "
             "ask for fewer, or give more text"
         )
     return PreTrainedTokenizerFast(

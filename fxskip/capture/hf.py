@@ -62,11 +62,26 @@ def layer_class(layer: nn.Module) -> type[nn.Module]:
     return found
 
 
+def require_own_class_forward(layer: nn.Module, index: int) -> None:
+    """Refuse a layer whose instance carries a `forward`: it would go on running the original body."""
+    if "forward" not in vars(layer):
+        return
+    raise CaptureError(
+        f"layer {index}",
+        "the layer has a forward of its own, set on the instance",
+        where=f"{type(layer).__name__}.forward = {vars(layer)['forward']!r}"[:200],
+        hint="transform the model before anything wraps its layers (accelerate's dispatch or device_map, "
+        "monkey patches); accelerate.hooks.remove_hook_from_module(model, recurse=True) takes its wrappers off",
+    )
+
+
 def meta_twin(model: nn.Module) -> nn.Module:
     """A copy of the model's structure with all tensors on the meta device; allocates no memory for them."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(
+            torch.empty_like(parameter, device="meta"), parameter.requires_grad
+        )
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(model, memo)
@@ -78,7 +93,9 @@ def capture_layers(model: PreTrainedModel) -> list[LayerCapture]:
     Raises CaptureError where a layer cannot be captured as one graph, or where the model does something
     to the stream between two layers.
     """
-    path, _ = decoder_layers(model)
+    path, originals = decoder_layers(model)
+    for index, layer in enumerate(originals):
+        require_own_class_forward(layer, index)
     twin = meta_twin(model).eval()
     # The native grouped matrix product has a meta kernel for bfloat16 only; the structure does not depend on it.
     twin.to(torch.bfloat16)

@@ -15,11 +15,14 @@ import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
 
+from fxskip.capture.eager_branches import eager_branches
 from fxskip.errors import CaptureError, FxskipError
 from fxskip.ir import stream_in, stream_out
 
 Streams = tuple[Tensor, ...]
-CompiledRegion = Callable[[nn.Module, type[nn.Module], Streams, tuple[Any, ...], dict[str, Any]], tuple[Any, Streams]]
+CompiledRegion = Callable[
+    [nn.Module, type[nn.Module], Streams, tuple[Any, ...], dict[str, Any]], tuple[Any, Streams]
+]
 
 _DYNAMO = {
     # Without it `dynamic=True` turns eps and scales into graph inputs, and a scale of a residual would be no constant.
@@ -40,7 +43,9 @@ def capture_count() -> int:
     return _captures
 
 
-def compile_region(build: Callable[[fx.GraphModule], Callable[..., Any]], n_outputs: int, name: str) -> CompiledRegion:
+def compile_region(
+    build: Callable[[fx.GraphModule], Callable[..., Any]], n_outputs: int, name: str
+) -> CompiledRegion:
     """Return a function that runs a layer's body in the form that `build` gives it.
 
     The function takes the layer, the class whose `forward` is the body, the incoming streams and the
@@ -49,7 +54,11 @@ def compile_region(build: Callable[[fx.GraphModule], Callable[..., Any]], n_outp
     """
 
     def region(
-        layer: nn.Module, base: type[nn.Module], streams: Streams, args: tuple[Any, ...], kwargs: dict[str, Any]
+        layer: nn.Module,
+        base: type[nn.Module],
+        streams: Streams,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[Any, Streams]:
         marked = tuple([stream_in(stream, index) for index, stream in enumerate(streams)])
         out = base.forward(layer, marked[0], *args, **kwargs)
@@ -70,7 +79,7 @@ def compile_region(build: Callable[[fx.GraphModule], Callable[..., Any]], n_outp
     compiled = torch.compile(region, backend=backend, fullgraph=True, dynamic=True)
 
     def run(*arguments: Any) -> tuple[Any, Streams]:
-        with torch._dynamo.config.patch(_DYNAMO):
+        with torch._dynamo.config.patch(_DYNAMO), eager_branches():
             try:
                 return compiled(*arguments)
             except torch._dynamo.exc.BackendCompilerFailed as error:
@@ -92,7 +101,9 @@ def _capture_error(layer: nn.Module, error: Exception) -> CaptureError:
             "a loop over experts depends on the data; use an implementation without one: "
             'model.set_experts_implementation("grouped_mm") or "batched_mm"'
         )
-    frame = next((line.strip() for line in reversed(text.splitlines()) if line.strip().startswith("File ")), None)
+    frame = next(
+        (line.strip() for line in reversed(text.splitlines()) if line.strip().startswith("File ")), None
+    )
     return CaptureError(
         f"capture of {type(layer).__name__}", reason, where=_module_of(layer, text) or frame, hint=hint
     )

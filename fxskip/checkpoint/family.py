@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from fxskip.capture.hf import decoder_layers
 from fxskip.checkpoint.atomic import replaced_directory
@@ -69,10 +75,30 @@ class FxSkipModelMixin:
     fxskip_base: ClassVar[type[PreTrainedModel]]
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         wire(self, WiringRecord.from_dict(config.fxskip))
 
-    def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any) -> None:
+    @classmethod
+    def from_pretrained(cls, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """Load a saved model. CheckpointError where weights are missing, left over or of another shape.
+
+        transformers would only log them, and go on with random ones.
+        """
+        load = super().from_pretrained  # type: ignore[misc]
+        model, found = load(path, *args, output_loading_info=True, **kwargs)
+        faults = {what: keys for what, keys in found.items() if keys}
+        if faults:
+            raise CheckpointError(
+                "from_pretrained",
+                "; ".join(f"{what.replace('_', ' ')}: {_some(keys)}" for what, keys in faults.items()),
+                where=str(path),
+                hint="restore the weights from a copy, or convert the original model again; fxskip doctor shows more",
+            )
+        return (model, found) if output_loading_info else model
+
+    def save_pretrained(
+        self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any
+    ) -> None:
         """Save model, spec and wiring hash. What the folder held is whole until everything new is written."""
         push_to_hub = kwargs.pop("push_to_hub", False)
         if not is_main_process:
@@ -85,12 +111,21 @@ class FxSkipModelMixin:
             self.push_to_hub(str(save_directory))  # type: ignore[attr-defined]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _bare_model, (self.fxskip_base,), self.__getstate__()  # type: ignore[attr-defined]
+        return _bare_model, (self.fxskip_base,), vars(self).copy()
 
 
-@lru_cache(maxsize=None)
-def family(base: type[PreTrainedModel]) -> tuple[type[PreTrainedConfig], type[PreTrainedModel]]:
+Family = tuple[type[PreTrainedConfig], type[PreTrainedModel]]
+_FAMILIES: dict[type[PreTrainedModel], Family] = {}
+
+
+def family(base: type[PreTrainedModel]) -> Family:
     """Config class and model class of the rewired twin of `base`, registered with the Auto classes."""
+    if base not in _FAMILIES:
+        _FAMILIES[base] = _make_family(base)
+    return _FAMILIES[base]
+
+
+def _make_family(base: type[PreTrainedModel]) -> Family:
     base_config: Any = base.config_class
     config_name, model_name = f"FxSkip{base_config.__name__}", f"FxSkip{base.__name__}"
     config: Any = type(
@@ -109,6 +144,11 @@ def family(base: type[PreTrainedModel]) -> tuple[type[PreTrainedConfig], type[Pr
         {"config_class": config, "fxskip_base": base, "__module__": __name__},
     )
     AutoModelForCausalLM.register(config, model, exist_ok=True)
+    # transformers converts weights while loading (one tensor an expert on disk, one for all in memory) and looks
+    # the conversion up by these two names. With the original's, the files have the original's keys.
+    for own, original in ((config.model_type, base_config.model_type), (model_name, base.__name__)):
+        if (mapping := get_checkpoint_conversion_mapping(original)) is not None:
+            register_checkpoint_conversion_mapping(own, mapping, overwrite=True)
     return config, model
 
 
@@ -140,7 +180,7 @@ def record_of(model: object) -> WiringRecord | None:
     return WiringRecord.from_dict(model.config.fxskip)
 
 
-def family_of(config_dict: Mapping[str, Any]) -> tuple[type[PreTrainedConfig], type[PreTrainedModel]]:
+def family_of(config_dict: Mapping[str, Any]) -> Family:
     """The classes that a saved config belongs to; raises CheckpointError where its base type is unknown."""
     model_type = str(config_dict.get("model_type", ""))
     base = model_type.removeprefix(PREFIX)
@@ -151,7 +191,7 @@ def family_of(config_dict: Mapping[str, Any]) -> tuple[type[PreTrainedConfig], t
             where="config.json",
             hint="install the transformers version named under 'fxskip.versions' in config.json",
         )
-    return family(MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[base]])
+    return family(_causal_lm(CONFIG_MAPPING[base]))
 
 
 class FxSkipConfig:
@@ -194,8 +234,16 @@ class FxSkipForCausalLM:
 def register_families() -> None:
     """Tell AutoConfig the rewired twins of all causal language models, without importing any of them."""
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        if model_type in CONFIG_MAPPING_NAMES:
-            AutoConfig.register(PREFIX + model_type, FxSkipConfig, exist_ok=True)
+        AutoConfig.register(PREFIX + model_type, FxSkipConfig, exist_ok=True)
+
+
+def _causal_lm(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+    return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[config_class])
+
+
+def _some(keys: Any) -> str:
+    names = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in keys)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _model_class(config: Any) -> Any:
@@ -203,7 +251,7 @@ def _model_class(config: Any) -> Any:
 
 
 def _bare_config(base: type[PreTrainedConfig]) -> Any:
-    cls = family(MODEL_FOR_CAUSAL_LM_MAPPING[base])[0]
+    cls = family(_causal_lm(base))[0]
     return cls.__new__(cls)
 
 

@@ -27,7 +27,11 @@ class WiringRecord:
     @classmethod
     def of(cls, spec: Spec, blocks: Sequence[SubBlock], wiring: ModelWiring) -> WiringRecord:
         """The record of a transform that has just been made."""
-        versions = {"fxskip": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+        versions = {
+            "fxskip": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
         return cls(spec.to_dict(), tuple(blocks), wiring.digest(), versions)
 
     def to_dict(self) -> dict[str, Any]:
@@ -46,7 +50,9 @@ class WiringRecord:
         try:
             if not isinstance(data, Mapping):
                 raise TypeError(f"expected a mapping, found {type(data).__name__}")
-            blocks = tuple(SubBlock(**{**block, "addends": tuple(block["addends"])}) for block in data["blocks"])
+            blocks = tuple(
+                SubBlock(**{**block, "addends": tuple(block["addends"])}) for block in data["blocks"]
+            )
             return cls(dict(data["spec"]), blocks, str(data["wiring_hash"]), dict(data["versions"]))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Bring a rewired model's quality back: `distill` trains it on what its original says, `evaluate` measures it."""
+"""Bring a rewired model's quality back: `distill` trains it towards its original, `evaluate` measures it."""
 
 from fxskip.distill.config import DistillConfig
 from fxskip.distill.distill import distill

@@ -17,8 +17,8 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    model_validator,
 )
-from pydantic import model_validator
 
 from fxskip.errors import SpecError
 
@@ -47,13 +47,13 @@ class DistillConfig(Strict):
 
     objective: Literal["kl", "cross_entropy"] = Field(
         "kl",
-        description="kl: forward KL to the teacher at every counted position; cross_entropy: plain next-token "
-        "training without the teacher, the control",
+        description="kl: forward KL to the teacher at every counted position; cross_entropy: plain "
+        "next-token training without the teacher, the control",
     )
     hidden_weight: NonNegativeFloat = Field(
         10.0,
-        description="weight of the hidden-state loss, the mean over decoder layers of |student - teacher|^2 / "
-        "mean teacher^2 on the residual stream; 0: off",
+        description="weight of the hidden-state loss, the mean over decoder layers of "
+        "|student - teacher|^2 / mean teacher^2 on the residual stream; 0: off",
     )
     temperature: PositiveFloat = Field(
         1.0,
@@ -91,8 +91,8 @@ class DistillConfig(Strict):
     def cross_entropy_uses_no_teacher(self) -> Self:
         if self.objective == "cross_entropy" and self.hidden_weight != 0:
             raise ValueError(
-                f"objective cross_entropy learns nothing from a teacher, but hidden_weight is {self.hidden_weight}; "
-                "write hidden_weight: 0"
+                "objective cross_entropy learns nothing from a teacher, but hidden_weight is "
+                f"{self.hidden_weight}; write hidden_weight: 0"
             )
         if self.objective == "cross_entropy" and self.temperature != 1:
             raise ValueError(

@@ -11,7 +11,7 @@ from fxskip.distill.result import Result
 
 
 def plot_curves(result: Result, objective: str, path: Path) -> None:
-    """One panel for the training loss, one for each metric that was evaluated; written whole or not at all."""
+    """One panel for the training losses, one for each evaluated metric; written whole or not at all."""
     panels = [name for name in ("kl", "cross_entropy", "agreement") if evaluated(result, name)]
     # Figure and canvas by hand: pyplot would keep the figure and touch the caller's backend.
     figure = Figure(figsize=(4.5 * (1 + len(panels)), 3.5), layout="constrained")
@@ -29,8 +29,9 @@ def plot_curves(result: Result, objective: str, path: Path) -> None:
 def plot_training(axis: Axes, result: Result, objective: str) -> None:
     steps = [point.step for point in result.curve]
     axis.plot(steps, [point.objective for point in result.curve], label=objective)
-    if any(point.hidden_mse is not None for point in result.curve):
-        axis.plot(steps, [point.hidden_mse for point in result.curve], label="hidden_mse")
+    hidden = [point.hidden_mse for point in result.curve if point.hidden_mse is not None]
+    if hidden:  # one a step, or none at all
+        axis.plot(steps, hidden, label="hidden_mse")
     if all(point.objective > 0 for point in result.curve):
         axis.set_yscale("log")
     axis.set(title="training", xlabel="step")

@@ -64,14 +64,14 @@ class Windows:
 
     def in_order(self, batch_size: int, device: torch.device) -> Iterator[Batch]:
         """Every window once."""
-        for indices_B in torch.arange(len(self)).split(batch_size):  # type: ignore[no-untyped-call]
+        for indices_B in torch.arange(len(self)).split(batch_size):
             yield self.batch(indices_B, device)
 
     def shuffled(self, step: int, batch_size: int, seed: int, device: torch.device) -> Batch:
         """The batch of optimizer step `step` (from 0).
 
-        The windows are an endless row of epochs, each in a new random order; a batch may straddle two. Because
-        the order follows from seed and epoch alone, the position in the data is the step number.
+        The windows are an endless row of epochs, each in a new random order; a batch may straddle two. The
+        order follows from seed and epoch alone, so the step number is the position in the data.
         """
         places = range(step * batch_size, (step + 1) * batch_size)
         orders = {epoch: self._order(epoch, seed) for epoch in {place // len(self) for place in places}}
@@ -92,16 +92,14 @@ def as_windows(who: str, name: str, data: Any, vocabulary: int) -> Windows:
     `input_ids`; shorter windows are padded on the right. Anything with a length will do: a list, a map-style
     torch dataset, a datasets.Dataset. It is read once, into memory.
     """
-    if isinstance(data, Windows):
-        windows = data
-    elif isinstance(data, Tensor):
+    if isinstance(data, Tensor):
         windows = windows_of_tensor(who, name, data)
     elif isinstance(data, Sized) and hasattr(data, "__getitem__") and not isinstance(data, str | Mapping):
         windows = windows_of_dicts(who, name, data)
     else:
         raise TypeError(
-            f"{who}: {name} is a {type(data).__name__}; give an integer tensor [windows, length] or a sequence of "
-            "dicts with input_ids (a list, not an iterator: resuming needs the same windows again)"
+            f"{who}: {name} is a {type(data).__name__}; give an integer tensor [windows, length] or a "
+            "sequence of dicts with input_ids (a list, not an iterator: a resumed run reads it again)"
         )
     return checked_windows(who, name, windows, vocabulary)
 
@@ -162,7 +160,7 @@ def checked_windows(who: str, name: str, windows: Windows, vocabulary: int) -> W
             raise FxskipError(
                 who,
                 f"{name}: window {row} has {key} {int(ids_NL[row, column])} at position {column}",
-                hint=f"the model's ids are 0 to {vocabulary - 1}; was the text encoded with another tokenizer?",
+                hint=f"the model's ids are 0 to {vocabulary - 1}; is the text from another tokenizer?",
             )
     if not bool((windows.labels_NL[:, 1:] != IGNORED).any()):
         raise FxskipError(

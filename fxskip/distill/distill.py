@@ -41,13 +41,13 @@ def distill(
                loss counts every position that predicts a token whose label is not -100
     teacher    the original, frozen and left as it is. None only for objective cross_entropy
     config     a DistillConfig, a mapping or a YAML file; None is the recipe specs/distill/fcsd.yaml
-    out        folder for checkpoints, results.json and curves.png. If it holds this very run, the run continues
-               from its last checkpoint and ends with the same bits as one that was never interrupted; a finished
-               one is only read. The folder of another run is refused
+    out        folder for checkpoints, results.json and curves.png. If it holds this very run, the run goes on
+               from its last checkpoint and ends with the same bits as one that was never interrupted; a
+               finished one is only read. The folder of another run is refused
     eval_data  as `data`; evaluated before the first step, every `eval_every` steps and after the last one
     progress   a bar on a terminal, about ten log lines on stderr elsewhere
 
-    The caller's random state is left alone. A loss or gradient that is not finite stops the run with an error.
+    The caller's random state is left alone. A loss or gradient that is not finite ends the run with an error.
     """
     recipe = load_config(config)
     parts, teacher_parts = checked_models(recipe, student, teacher)
@@ -61,7 +61,7 @@ def distill(
     if out is not None:
         folder = RunFolder.open(out, identity(recipe, parts, teacher_parts, windows, eval_windows))
         if (finished := folder.finished()) is not None:
-            load_tensors(parts, folder.load() or {})
+            load_tensors(parts, folder.load())
             reporter.note(f"{folder.path} is finished after {finished.steps} steps; nothing to do")
             return finished
     trainer = Trainer(recipe, parts, teacher_parts, windows, eval_windows, folder, reporter)
@@ -69,8 +69,8 @@ def distill(
     with modes_restored(*models), own_random_state(parts.device, recipe.seed), reporter:
         for model in models:
             model.eval()
-        if folder is not None and (kept := folder.load()) is not None:
-            trainer.resume(kept)
+        if folder is not None and folder.has_checkpoint:
+            trainer.resume(folder.load())
             reporter.note(f"continuing {folder.path} after step {trainer.state.step}")
         try:
             trainer.run()
@@ -84,8 +84,8 @@ def checked_models(config: DistillConfig, student: Any, teacher: Any) -> tuple[P
         raise TypeError("distill: teacher is None, and objective kl needs one; give the original model")
     if teacher is not None and not isinstance(teacher, PreTrainedModel):
         raise TypeError(
-            f"distill: teacher is a {type(teacher).__name__}; only a model of transformers (a PreTrainedModel) can "
-            "teach today, not a path, a cache of its outputs or a function"
+            f"distill: teacher is a {type(teacher).__name__}; only a model of transformers (PreTrainedModel) "
+            "can teach today, not a path, a cache of its outputs or a function"
         )
     parts, teacher_parts = split_pair("distill", student, teacher)
     if teacher is not None:
@@ -122,10 +122,17 @@ def require_metric(config: DistillConfig, *, has_teacher: bool, has_eval_data: b
 @contextmanager
 def own_random_state(device: torch.device, seed: int) -> Iterator[None]:
     """Dropout draws from `seed`, and the caller's generators go on afterwards as if nothing had happened."""
-    devices = [] if device.type == "cpu" else [device]
-    kind = "cuda" if device.type == "cpu" else device.type
-    with torch.random.fork_rng(devices=devices, device_type=kind):
-        torch.manual_seed(seed)
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            yield
+        return
+    accelerator = torch.get_device_module(device)
+    with torch.random.fork_rng(devices=[device], device_type=device.type), accelerator.device(device):
+        torch.default_generator.manual_seed(seed)
+        accelerator.manual_seed(
+            seed
+        )  # torch.manual_seed would reseed every device, and only this one is restored
         yield
 
 

@@ -11,8 +11,8 @@ TEMPORARY = ".writing"
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Fill a temporary file beside `path`, force it to the disk, then give it its name.
 
-    A rename within one folder is atomic: at every moment `path` is the old file or the new one. A process that
-    is killed earlier leaves a temporary file, which the next write of the same file replaces.
+    A rename within one folder is atomic: at every moment `path` is the old file or the new one. A process
+    that is killed earlier leaves a temporary file, which the next write of the same file replaces.
     """
     temporary = path.with_name(path.name + TEMPORARY)
     with temporary.open("wb") as file:

@@ -2,7 +2,7 @@
 
 # B windows, L length, D width
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,12 +13,12 @@ from fxskip.errors import FxskipError
 
 
 @contextmanager
-def recorded_streams(layers: nn.ModuleList) -> Iterator[list[Tensor]]:
+def recorded_streams(layers: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
     """The residual stream after each layer, in order, for the forward that runs inside the `with`.
 
-    A rewired layer returns a tuple of streams and the full one comes first; other layers return a tensor, or a
-    tuple that starts with it. The hooks are gone when the backward runs, so that a gradient checkpoint which
-    calls a layer again records nothing.
+    A rewired layer returns a tuple of streams and the full one comes first; other layers return a tensor, or
+    a tuple that starts with it. The hooks are gone when the backward runs, so that a gradient checkpoint
+    which calls a layer again records nothing.
     """
     streams: list[Tensor] = []
 
@@ -50,6 +50,13 @@ def hidden_mse(
             "hidden_mse",
             f"the student ran {len(student)} layers, the teacher {len(teacher)}",
             hint="set hidden_weight: 0, or distil from a teacher of the same depth",
+        )
+    if torch.is_grad_enabled() and not student[-1].requires_grad:
+        raise FxskipError(
+            "hidden_mse",
+            "no gradient reaches the student's last layer",
+            hint="train a parameter of the decoder, use gradient checkpointing with use_reentrant=False, "
+            "or set hidden_weight: 0",
         )
     per_layer = [
         relative_error(layer, ours, theirs, attention_mask_BL)

@@ -23,7 +23,7 @@ def identity(
     windows: Windows,
     eval_windows: Windows | None,
 ) -> dict[str, Any]:
-    """Flat, JSON-ready, and called before the first step: of the student it describes the starting weights."""
+    """Flat and JSON-ready. Called before the first step: of the student it has the starting weights."""
     found: dict[str, Any] = {f"config.{key}": value for key, value in config.model_dump(mode="json").items()}
     found |= {"data": windows.digest, "eval_data": None if eval_windows is None else eval_windows.digest}
     for name, parts in (("student", student), ("teacher", teacher)):

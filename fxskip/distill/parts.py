@@ -70,7 +70,8 @@ def split(who: str, name: str, model: Any) -> Parts:
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"{who}: {name} is a {type(model).__name__}; it must be a causal LM of transformers (a PreTrainedModel)"
+            f"{who}: {name} is a {type(model).__name__}; it must be a causal LM of transformers "
+            "(a PreTrainedModel)"
         )
     head = model.get_output_embeddings()
     if not isinstance(getattr(head, "weight", None), Tensor):

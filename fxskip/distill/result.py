@@ -5,13 +5,14 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+import transformers
 
 from fxskip.distill.evaluate import Metrics
+from fxskip.version import __version__
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,13 @@ class Result:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that the numbers depend on; 'source tree' for one that is not installed."""
-    found = {"python": platform.python_version()}
-    for package in ("fxskip", "torch", "transformers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "source tree"
-    return found
+    """Of Python and of the packages that the numbers depend on."""
+    return {
+        "python": platform.python_version(),
+        "fxskip": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 def hardware(device: torch.device) -> dict[str, Any]:

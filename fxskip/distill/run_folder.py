@@ -29,6 +29,10 @@ class RunFolder:
     path: Path
 
     @property
+    def has_checkpoint(self) -> bool:
+        return self.checkpoint.exists()
+
+    @property
     def checkpoint(self) -> Path:
         return self.path / "checkpoint.pt"
 
@@ -53,7 +57,7 @@ class RunFolder:
         elif folder.checkpoint.exists() or folder.results.exists():
             raise CheckpointError(
                 "distill",
-                "the folder holds a checkpoint or results but no run.json, so it cannot be told whose they are",
+                "the folder holds a checkpoint or results, but no run.json that says whose they are",
                 where=str(path),
                 hint="give another folder for out, or empty this one",
             )
@@ -81,10 +85,8 @@ class RunFolder:
     def save(self, state: Mapping[str, Any]) -> None:
         write_whole(self.checkpoint, lambda file: torch.save(dict(state), file))
 
-    def load(self) -> dict[str, Any] | None:
-        """The last state that was saved, on the CPU; None before the first one."""
-        if not self.checkpoint.exists():
-            return None
+    def load(self) -> dict[str, Any]:
+        """The last state that was saved, on the CPU."""
         try:
             state: dict[str, Any] = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
         except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:

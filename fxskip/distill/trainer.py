@@ -23,7 +23,7 @@ from fxskip.loss import cross_entropy, hidden_kl
 
 @dataclass
 class State:
-    """Where the run is. The position in the data, the learning rate and the best evaluation follow from it."""
+    """Where the run is; position in the data, learning rate and best evaluation follow from it."""
 
     step: int = 0
     tokens: int = 0
@@ -54,8 +54,8 @@ class Trainer:
         narrow = {str(p.dtype) for p in self.trained.values() if p.dtype in (torch.bfloat16, torch.float16)}
         if narrow:
             warnings.warn(
-                f"distill: trained parameters are {', '.join(sorted(narrow))}: steps smaller than their rounding "
-                "are lost; load the student with dtype=torch.float32",
+                f"distill: trained parameters are {', '.join(sorted(narrow))}: steps smaller than their "
+                "rounding are lost; load the student with dtype=torch.float32",
                 stacklevel=4,
             )
         self.optimizer = torch.optim.AdamW(
@@ -92,16 +92,16 @@ class Trainer:
         self.student.model.train()
         objective, hidden = self.losses(batch)
         loss = objective if hidden is None else objective + config.hidden_weight * hidden
-        self.require_finite("loss", float(loss))
+        self.require_finite("loss", loss.item())
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         norm = float(nn.utils.clip_grad_norm_(self.trained.values(), config.clip_norm))
         self.require_finite("norm of the gradient", norm)
         self.optimizer.step()
         state.step += 1
         state.tokens += batch.tokens
-        values = float(loss), float(objective), None if hidden is None else float(hidden)
-        state.curve.append(CurvePoint(state.step, state.tokens, *values, rate, norm))
+        losses = loss.item(), objective.item(), None if hidden is None else hidden.item()
+        state.curve.append(CurvePoint(state.step, state.tokens, *losses, rate, norm))
         self.reporter.step(state.curve[-1])
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -109,17 +109,19 @@ class Trainer:
         config, student = self.config, self.student
         targets = batch.targets_BL.flatten()
         if config.objective == "cross_entropy":
-            hidden = student.hidden(batch).flatten(0, 1)
-            options = {"bias": student.bias_V, "chunk_tokens": config.chunk_tokens}
-            return cross_entropy(hidden, student.weight_VD, targets, **options), None
+            hidden, _ = forward(student, batch, with_streams=False)
+            chunk = config.chunk_tokens
+            return cross_entropy(
+                hidden, student.weight_VD, targets, bias=student.bias_V, chunk_tokens=chunk
+            ), None
         assert self.teacher is not None
         teacher = self.teacher
-        with torch.no_grad(), recorded_streams(teacher.layers) as teacher_streams:
-            teacher_hidden = teacher.hidden(batch).flatten(0, 1)
-        with recorded_streams(student.layers) as student_streams:
-            student_hidden = student.hidden(batch).flatten(0, 1)
+        with_streams = config.hidden_weight > 0
+        with torch.no_grad():
+            teacher_hidden, teacher_streams = forward(teacher, batch, with_streams=with_streams)
+        hidden, streams = forward(student, batch, with_streams=with_streams)
         kl = hidden_kl(
-            student_hidden,
+            hidden,
             student.weight_VD,
             teacher_hidden,
             teacher.weight_VD,
@@ -129,9 +131,7 @@ class Trainer:
             student_bias=student.bias_V,
             teacher_bias=teacher.bias_V,
         )
-        if config.hidden_weight == 0:
-            return kl, None
-        return kl, hidden_mse(student_streams, teacher_streams, batch.attention_mask_BL)
+        return kl, hidden_mse(streams, teacher_streams, batch.attention_mask_BL) if with_streams else None
 
     def require_finite(self, what: str, value: float) -> None:
         if math.isfinite(value):
@@ -188,12 +188,19 @@ class Trainer:
         load_tensors(self.student, kept)
         self.optimizer.load_state_dict(kept["optimizer"])
         torch.set_rng_state(kept["rng"])
-        if device.type != "cpu":
+        if kept["device_rng"] is not None:
             torch.get_device_module(device).set_rng_state(kept["device_rng"], device)
         fields = kept["state"]
         curve = [CurvePoint(**point) for point in fields.pop("curve")]
         evaluations = [Evaluation(e["step"], Metrics(**e["metrics"])) for e in fields.pop("evaluations")]
         self.state = State(**fields, curve=curve, evaluations=evaluations)
+
+
+def forward(parts: Parts, batch: Batch, *, with_streams: bool) -> tuple[Tensor, list[Tensor]]:
+    """Last hidden states [B * L, D], and the residual stream after each layer if they are wanted."""
+    with recorded_streams(parts.layers if with_streams else []) as streams:
+        hidden = parts.hidden(batch).flatten(0, 1)
+    return hidden, streams
 
 
 def load_tensors(student: Parts, kept: dict[str, Any]) -> None:

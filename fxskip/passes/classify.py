@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxskip.ir import block_nodes, copy_graph, info, is_tensor, op_name, update, value, writes
+from fxskip.errors import PassError
+from fxskip.ir import (
+    block_nodes,
+    copy_graph,
+    dataflow,
+    is_tensor,
+    module_path,
+    op_name,
+    reachable,
+    update,
+    value,
+    writes,
+)
 
 _MATRIX_PRODUCTS = frozenset({"matmul", "bmm", "einsum", "baddbmm", "__matmul__"})
 _SEQUENCE_MIXING = ("conv1d", "selective_scan", "delta_rule", "linear_attn", "chunk_scan")
@@ -29,29 +41,48 @@ def classify(graph: fx.Graph) -> fx.Graph:
 def kind_of(nodes: list[fx.Node]) -> str:
     """The kind of the sub-block that consists of `nodes`.
 
-    Attention is asked first: sparse attention selects keys by a top-k that must not pass for a router.
+    Raises PassError for attention and routed experts in one sub-block.
     """
-    names = {op_name(n) for n in nodes}
-    if any("attention" in name for name in names) or _has_eager_attention(nodes):
+    attention = [n for n in nodes if _is_attention(n, nodes)]
+    routing = routing_nodes(nodes)
+    if attention and routing:
+        raise PassError(
+            "classify",
+            "unsupported architecture: attention and routed experts are added to the stream as one sub-block",
+            where=f"{attention[0].name!r} in {module_path(attention[0]) or 'the decoder layer'}, "
+            f"{routing[0].name!r} in {module_path(routing[0]) or 'the decoder layer'}",
+            hint="there is no value of the stream between the two that one of them could stop waiting for",
+        )
+    if attention:
         return "attention"
-    if any(is_routing(n) for n in nodes):
+    if routing:
         return "moe"
-    if any(part in name for name in names for part in _SEQUENCE_MIXING):
+    if any(part in op_name(n) for n in nodes for part in _SEQUENCE_MIXING):
         return "mixer"
     return "dense"
 
 
-def is_routing(node: fx.Node) -> bool:
-    """Whether the node chooses experts or runs the chosen ones: everything routed depends on such a node."""
-    return op_name(node) == "topk" or "grouped_mm" in op_name(node)
+def routing_nodes(nodes: list[fx.Node]) -> list[fx.Node]:
+    """The nodes of a sub-block that choose experts or run the chosen ones: all that is routed depends on them.
 
-
-def _has_eager_attention(nodes: list[fx.Node]) -> bool:
-    """softmax over a [batch, heads, queries, keys] score that comes from one matrix product and feeds another.
-
-    A router's softmax is over [tokens, experts] and feeds no matrix product.
+    A top-k that selects the keys of a sparse attention is none: attention depends on it.
     """
-    products = [n for n in nodes if op_name(n) in _MATRIX_PRODUCTS]
-    return len(products) >= 2 and any(
-        op_name(n) == "softmax" and is_tensor(n) and value(n).dim() >= 3 and info(n) is not None for n in nodes
-    )
+    candidates = [n for n in nodes if op_name(n) == "topk" or "grouped_mm" in op_name(n)]
+    if not candidates:
+        return []
+    inside = set(nodes)
+    edges = {n: s & inside for n, s in dataflow(nodes[0].graph).items()}
+    attention = {n for n in nodes if _is_attention(n, nodes)}
+    return [n for n in candidates if not reachable([n], edges) & attention]
+
+
+def _is_attention(node: fx.Node, nodes: list[fx.Node]) -> bool:
+    """A fused attention, or the softmax over [batch, heads, queries, keys] of one that is written out.
+
+    The scores come from a matrix product and feed another one; a router's softmax is over [tokens, experts].
+    """
+    if "attention" in op_name(node):
+        return True
+    if op_name(node) != "softmax" or not is_tensor(node) or value(node).dim() < 3:
+        return False
+    return sum(op_name(n) in _MATRIX_PRODUCTS for n in nodes) >= 2

@@ -20,13 +20,16 @@ from fxskip.ir import (
     annotate,
     copy_graph,
     dataflow,
+    info,
     is_add,
     module_path,
     op_name,
     reachable,
     reverse,
+    storage,
     stream_inputs,
     stream_outputs,
+    writers,
 )
 
 
@@ -44,7 +47,9 @@ def find_stream(graph: fx.Graph) -> fx.Graph:
     between = reachable([start], edges) & reachable([end], reverse(edges))
     if end not in between:
         raise PassError(
-            "find_stream", "the layer's output does not depend on its input", hint="only residual decoder layers can be rewired"
+            "find_stream",
+            "the layer's output does not depend on its input",
+            hint="only residual decoder layers can be rewired",
         )
     path = [n for n in new.nodes if n in between]
 
@@ -58,7 +63,7 @@ def find_stream(graph: fx.Graph) -> fx.Graph:
         for node in path[position[anchor] + 1 : position[result]]:
             annotate(node, NodeInfo("compute", number))
         annotate(result, NodeInfo("residual", number))
-    new.lint()
+    _require_unwritten(new)
     return new
 
 
@@ -71,6 +76,22 @@ def _cuts(path: list[fx.Node], edges: dict[fx.Node, set[fx.Node]]) -> list[fx.No
             cuts.append(node)
         farthest = max([farthest, *(position[n] for n in edges[node] if n in position)])
     return cuts
+
+
+def _require_unwritten(graph: fx.Graph) -> None:
+    """Refuse a stream that is overwritten in place: a block that reads an earlier value would read a later one."""
+    written = writers(graph)
+    for node in graph.nodes:
+        about = info(node)
+        if about is None or about.role not in ("input", "residual"):
+            continue
+        for writer in written.get(storage(node) or 0, ()):
+            raise PassError(
+                "find_stream",
+                f"unsupported architecture: {op_name(writer)} ({writer.name!r}) writes into the stream in place",
+                where=f"in module {module_path(writer) or 'the decoder layer itself'}",
+                hint="write x = x + f(x): x += f(x) is understood, a write through a view of x is not",
+            )
 
 
 def _require_residual(anchor: fx.Node, result: fx.Node) -> None:

@@ -48,7 +48,9 @@ def reroute(graph: fx.Graph, wiring: RegionWiring) -> fx.Graph:
             _split_sum(new, write, builder)
     for index, marker in stream_outputs(new).items():
         if index > 0 or wiring.split_sum:
-            marker.replace_input_with(marker.all_input_nodes[0], builder.at(len(builder.writes), wiring.outputs[index]))
+            marker.replace_input_with(
+                marker.all_input_nodes[0], builder.at(len(builder.writes), wiring.outputs[index])
+            )
     new.lint()
     return new
 
@@ -70,7 +72,11 @@ def _move_readers(graph: fx.Graph, write: Write, source: fx.Node) -> None:
 
 def _split_sum(graph: fx.Graph, write: Write, builder: _Variants) -> None:
     """Write `(r + shared) + routed` instead of `r + (routed + shared)`."""
-    names = {a.addend for n in block_nodes(graph, write.number) if (a := info(n)) is not None and a.role == "addend"}
+    names = {
+        a.addend
+        for n in block_nodes(graph, write.number)
+        if (a := info(n)) is not None and a.role == "addend"
+    }
     if names != {"routed", "shared"}:
         return
     shared = builder.contribution(write, frozenset({"routed"}))

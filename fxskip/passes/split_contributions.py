@@ -9,54 +9,56 @@ and linear operations on the way (reshape, cast, a constant factor) are remember
 
 from __future__ import annotations
 
-import operator
-
-import torch
 from torch import fx
 
+from fxskip.errors import PassError
 from fxskip.ir import (
     Write,
     block_nodes,
     copy_graph,
+    dataflow,
     info,
     is_add,
     is_tensor,
-    mutated_base,
     op_name,
     reachable,
+    reverse,
+    storage,
     update,
     value,
+    writers,
     writes,
 )
-from fxskip.passes.classify import is_routing
+from fxskip.passes.classify import routing_nodes
 
-_VIEWS = frozenset({"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "contiguous", "clone"})
+_VIEWS = frozenset(
+    {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "contiguous", "clone"}
+)
 _CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16"})
-_SCALES = frozenset({"mul", "truediv", "div", "multiply", "imul", "itruediv"})
+_SCALES = frozenset({"mul", "truediv", "div", "multiply"})
+_SCATTERED_ADDS = frozenset({"index_add", "scatter_add", "index_put", "scatter_reduce"})
+_BLANK = ("zeros", "empty", "full", "new_zeros", "new_empty", "new_full")
 
 
 def split_contributions(graph: fx.Graph) -> fx.Graph:
     """Return a copy of `graph` in which the summands of every write are annotated.
 
     Needs    the annotations of `classify`
-    Changes  roles: `addend` (with its name) for the summands, `sum` for the nodes between them and the
-             write. An in-place addition into the shared experts' output becomes an ordinary one with the
-             same bits, because the summand must keep its own value.
-    Leaves   `graph` itself; all values
+    Changes  metadata only: role `addend` (with its name) for the summands, `sum` for the nodes between
+             them and the write
+    Leaves   `graph` itself; all nodes, their order and their arguments
+    Raises   PassError where a summand is overwritten after it was added
     """
     new = copy_graph(graph)
     for write in writes(new):
-        kind = _kind(write)
-        if kind != "moe":
-            update(write.contribution, role="addend", addend=kind)
-            continue
-        nodes = set(block_nodes(new, write.number))
-        _functionalise_adds(new, nodes)
-        write = next(w for w in writes(new) if w.number == write.number)
-        edges = {n: set(n.users) for n in new.nodes}
-        routed = reachable([n for n in nodes if is_routing(n)], edges) & nodes
-        _open_sum(write.contribution, routed, nodes)
-    new.lint()
+        about = info(write.result)
+        assert about is not None
+        if about.kind == "moe":
+            nodes = set(block_nodes(new, write.number))
+            _open_sum(write.contribution, _routed(new, nodes), nodes)
+        else:
+            update(write.contribution, role="addend", addend=about.kind)
+        _require_settled(new, write)
     return new
 
 
@@ -67,38 +69,71 @@ def addends(graph: fx.Graph, write: int) -> tuple[str, ...]:
 
 
 def inseparable_reason(graph: fx.Graph, write: Write) -> str:
-    """Why a MoE write has no shared addend although something unrouted is added to the experts' output; or ""."""
+    """Why something unrouted hides inside a MoE write's routed addend; "" where nothing does."""
     nodes = set(block_nodes(graph, write.number))
-    edges = {n: set(n.users) for n in graph.nodes}
-    routed = reachable([n for n in nodes if is_routing(n)], edges)
-    leaf = next(n for n in nodes if (a := info(n)) is not None and a.addend == "routed")
+    leaf = next((n for n in nodes if (a := info(n)) is not None and a.addend == "routed"), None)
+    if leaf is None:
+        return ""
+    routed = _routed(graph, nodes)
+    before = reachable([leaf], reverse(dataflow(graph))) & nodes
     width = value(write.result).shape[-1]
-    for node in sorted(nodes & _ancestors(leaf, nodes), key=lambda n: n.name):
-        if not is_add(node) or value(node).shape[-1] != width:
-            continue
-        left, right = (a in routed for a in node.args)
-        if left == right:
-            continue
-        other = node.args[0] if right else node.args[1]
-        if isinstance(other, fx.Node) and any(op_name(n) in ("linear", "matmul") for n in _ancestors(other, nodes)):
+    for node in (n for n in graph.nodes if n in before and is_tensor(n) and value(n).shape[-1:] == (width,)):
+        if is_add(node) and sum(a in routed for a in node.args) == 1 and all(a in nodes for a in node.args):
             return f"their sum {node.name!r} goes through {op_name(leaf)} before it reaches the stream"
+        base = (
+            node.args[0]
+            if op_name(node).rstrip("_") in _SCATTERED_ADDS | {"add", "setitem", "copy"}
+            else None
+        )
+        if isinstance(base, fx.Node) and node in routed and not is_add(node) and not _is_blank(base):
+            return f"{op_name(node)} ({node.name!r}) adds the routed experts into {base.name!r}"
     return ""
 
 
-def _kind(write: Write) -> str:
-    about = info(write.result)
-    return about.kind if about is not None else ""
+def _routed(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
+    """The nodes of a sub-block whose value depends on the routing, also through memory that is written in place."""
+    edges = dataflow(graph)
+    written = writers(graph)
+    found = reachable(routing_nodes([n for n in graph.nodes if n in nodes]), edges)
+    while True:
+        memories = {memory for memory, by in written.items() if any(n in found for n in by)}
+        more = {n for n in nodes if storage(n) in memories} - found
+        if not more:
+            return found & nodes
+        found |= reachable(more, edges)
 
 
-def _ancestors(node: fx.Node, within: set[fx.Node]) -> set[fx.Node]:
-    edges = {n: {a for a in n.all_input_nodes if a in within} for n in within}
-    return reachable([node], edges)
+def _is_blank(base: fx.Node) -> bool:
+    """Whether the memory of `base` held nothing but a constant when it was made."""
+    memory = storage(base)
+    maker = next(n for n in base.graph.nodes if storage(n) == memory)
+    return op_name(maker).removesuffix("_like") in _BLANK
+
+
+def _require_settled(graph: fx.Graph, write: Write) -> None:
+    """Refuse addends that change after they were added: a variant made later would get the changed value."""
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    written = writers(graph)
+    for node in block_nodes(graph, write.number):
+        about = info(node)
+        assert about is not None
+        for writer in written.get(storage(node) or 0, ()):
+            if about.role == "addend" and order[writer] > order[write.result]:
+                raise PassError(
+                    "split_contributions",
+                    f"{node.name!r} is overwritten by {op_name(writer)} after it was added to the stream",
+                    where=f"write {write.number} of the region",
+                    hint="this architecture reuses memory in a way that rewiring cannot follow",
+                )
 
 
 def _open_sum(node: fx.Node, routed: set[fx.Node], nodes: set[fx.Node]) -> None:
     """Annotate the tree of additions and linear operations that ends in `node`."""
     if node not in routed:
         update(node, role="addend", addend="shared")
+        return
+    if storage(node) in writers(node.graph):
+        update(node, role="addend", addend="routed")  # its value is more than its operation says
         return
     if is_add(node) and sum(a in routed for a in node.args) == 1 and all(a in nodes for a in node.args):
         update(node, role="sum")
@@ -129,40 +164,15 @@ def linear_operand(node: fx.Node) -> fx.Node | None:
 
     Applying the operation to each summand and adding gives the operation of the sum (a cast: up to rounding).
     """
-    name = op_name(node)
-    tensors = [a for a in node.args if is_tensor(a)]
-    if not tensors or not is_tensor(node):
+    first = node.args[0] if node.args else None
+    if node.kwargs or not isinstance(first, fx.Node) or not is_tensor(first) or not is_tensor(node):
         return None
-    first = node.args[0]
-    if name in _VIEWS | _CASTS and isinstance(first, fx.Node) and is_tensor(first):
+    name, result = op_name(node), value(node)
+    if name in _VIEWS and result.dtype == value(first).dtype:
         return first
-    if name in _SCALES and len(tensors) == 1 and isinstance(tensors[0], fx.Node):
-        return tensors[0] if tensors[0] is first or name in ("mul", "multiply") else None
+    if name in _CASTS and result.dtype.is_floating_point:
+        return first
+    tensors = [a for a in node.args if isinstance(a, fx.Node) and is_tensor(a)]
+    if name in _SCALES and len(tensors) == 1 and len(node.args) == 2:
+        return first
     return None
-
-
-def _functionalise_adds(graph: fx.Graph, nodes: set[fx.Node]) -> None:
-    """Turn `shared.add_(routed)` into `shared + routed` where the written tensor is nobody's view.
-
-    Only for a base that a computing operation has freshly made: then no other node can observe the write,
-    except later readers of the base itself, and these are given the sum.
-    """
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    for node in sorted(nodes, key=order.__getitem__):
-        base = mutated_base(node)
-        if base is None or not is_add(node) or op_name(node) not in ("add_", "iadd", "__iadd__"):
-            continue
-        fresh = base in nodes and op_name(base) not in _VIEWS | {"getitem", "expand", "transpose", "chunk", "split"}
-        aliased = any(op_name(u) in _VIEWS | {"getitem", "transpose"} and order[u] < order[node] for u in base.users)
-        if not fresh or aliased or not _same_type(base, node.args[1]):
-            continue
-        for user in [u for u in base.users if order[u] > order[node]]:
-            user.replace_input_with(base, node)
-        node.op, node.target = "call_function", torch.add if op_name(node) == "add_" else operator.add
-
-
-def _same_type(left: object, right: object) -> bool:
-    if not (isinstance(left, fx.Node) and isinstance(right, fx.Node)):
-        return False
-    a, b = value(left), value(right)
-    return bool(a.dtype == b.dtype and a.dim() == b.dim())

@@ -1,19 +1,25 @@
 """Check a rewired region against its wiring, from the graph alone.
 
 Every value of the stream is taken apart again into what was added to make it. This shares no code with
-`reroute`: an addend that is lost, added twice, or seen by a block that must not see it is found here.
+`reroute`: an addend that is lost, scaled otherwise, added twice, or seen by a block that must not see it
+is found here.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from torch import fx
 
 from fxskip.errors import PassError
-from fxskip.ir import NodeInfo, block_nodes, info, is_add, stream_inputs, stream_outputs
+from fxskip.ir import NodeInfo, block_nodes, info, is_add, op_name, stream_inputs, stream_outputs
 from fxskip.passes.split_contributions import linear_operand
 from fxskip.wiring import RegionWiring, Variant
+
+Chain = tuple[str, ...]
+Terms = Counter[tuple[str, Chain]]
+"""How often each addend or incoming stream was added, by its node's name and the linear operations applied to it."""
 
 
 def verify(graph: fx.Graph, wiring: RegionWiring) -> fx.Graph:
@@ -23,6 +29,7 @@ def verify(graph: fx.Graph, wiring: RegionWiring) -> fx.Graph:
     Raises   PassError that names the block, what it sees and what it should see
     """
     graph.lint()
+    _require_markers(graph, wiring)
     for number, block in enumerate(wiring.blocks, start=1):
         expected = _expected(graph, wiring, block.reads, number - 1)
         for source in _streams_read_by(graph, number):
@@ -33,61 +40,110 @@ def verify(graph: fx.Graph, wiring: RegionWiring) -> fx.Graph:
     return graph
 
 
-def summands(stream: fx.Node) -> Counter[str]:
-    """Names of the incoming stream and of the addends that were added to make `stream`, with their counts."""
+def summands(stream: fx.Node, applied: Chain = ()) -> Terms:
+    """What was added to make `stream`, taken apart down to incoming streams and addends."""
     about = info(stream)
     if about is None:
-        raise _not_a_sum(stream)
+        raise _defect(f"{stream.name!r} is part of a stream but is no sum of addends")
     if about.role in ("input", "addend"):
-        return Counter({stream.name: 1})
+        return Counter({(stream.name, applied): 1})
     if is_add(stream):
         left, right = (a for a in stream.args if isinstance(a, fx.Node))
-        return summands(left) + summands(right)
+        return summands(left, applied) + summands(right, applied)
     source = linear_operand(stream) if about.role == "sum" else None
     if source is None:
-        raise _not_a_sum(stream)
-    return summands(source)
+        raise _defect(f"{stream.name!r} is part of a stream but is no sum of addends")
+    return summands(source, (_operation(stream, source), *applied))
 
 
-def _expected(graph: fx.Graph, wiring: RegionWiring, lacks: Variant, after: int) -> Counter[str]:
+def _operation(node: fx.Node, operand: fx.Node) -> str:
+    """An operation without its operand: two that read alike do the same."""
+    arguments = ", ".join("_" if a is operand else str(a) for a in node.args)
+    return f"{op_name(node)}({arguments})"
+
+
+def _expected(graph: fx.Graph, wiring: RegionWiring, lacks: Variant, after: int) -> Terms:
     """What the stream after write `after` consists of when it lacks `lacks`."""
     incoming = wiring.inputs.index(frozenset(pair for pair in lacks if pair[0] <= 0))
-    expected = Counter({stream_inputs(graph)[incoming].name: 1})
+    expected: Terms = Counter({(stream_inputs(graph)[incoming].name, ()): 1})
     for node in graph.nodes:
         about = info(node)
-        if about is not None and about.role == "addend" and about.write <= after:
-            if (about.write, about.addend) not in lacks:
-                expected[node.name] += 1
+        if about is None or about.role != "addend" or about.write > after:
+            continue
+        if (about.write, about.addend) not in lacks:
+            expected[node.name, _original_chain(node)] += 1
     return expected
 
 
-def _streams_read_by(graph: fx.Graph, number: int) -> list[fx.Node]:
-    """The values of the stream that the operations of a sub-block read."""
-    read = (operand for node in block_nodes(graph, number) for operand in node.all_input_nodes)
-    return list(dict.fromkeys(n for n in read if _is_stream(info(n))))
+def _original_chain(addend: fx.Node) -> Chain:
+    """The linear operations between an addend and its write in the original code, the first applied first.
+
+    Copies of them for variants stand later in the graph, so the first user is the original one.
+    """
+    chain: list[str] = []
+    node = addend
+    while True:
+        inside = [u for u in node.users if (a := info(u)) is not None and a.role == "sum"]
+        if not inside:
+            return tuple(chain)
+        first = next(n for n in node.graph.nodes if n in inside)
+        if not is_add(first):
+            chain.append(_operation(first, node))
+        node = first
+
+
+def _streams_read_by(graph: fx.Graph, number: int) -> Iterable[fx.Node]:
+    """The values of the stream that a sub-block reads; it must read nothing else of what depends on the stream."""
+    wrapped = {marker.args[0] for marker in stream_inputs(graph).values()}
+    read: dict[fx.Node, None] = {}
+    for node in block_nodes(graph, number):
+        for operand in node.all_input_nodes:
+            about = info(operand)
+            if _is_stream(about):
+                read[operand] = None
+            elif operand in wrapped or (about is not None and about.write != number):
+                raise _defect(f"sub-block {number} reads {operand.name!r}, which is no value of the stream")
+    if not read:
+        raise _defect(f"sub-block {number} does not read the stream")
+    return read
 
 
 def _is_stream(about: NodeInfo | None) -> bool:
     return about is not None and about.role in ("input", "residual", "variant")
 
 
-def _compare(reader: str, stream: fx.Node, expected: Counter[str]) -> None:
-    found = summands(stream)
-    if found != expected:
-        raise PassError(
-            "verify",
-            f"{reader} reads {stream.name!r} = {_sum(found)}, but the spec gives it {_sum(expected)}",
-            hint="this is a defect in fxskip: please report it with the model type and the spec",
+def _require_markers(graph: fx.Graph, wiring: RegionWiring) -> None:
+    """Each stream of the wiring enters once, and leaves once among the values that the graph returns."""
+    output = next(n for n in graph.nodes if n.op == "output")
+    markers = stream_outputs(graph)
+    returned = [index for index, marker in markers.items() if output in marker.users]
+    if sorted(returned) != list(range(len(wiring.outputs))):
+        raise _defect(f"the streams {returned} leave the region, where the wiring has {len(wiring.outputs)}")
+    entered = stream_inputs(graph)
+    sources = {marker.args[0] for marker in entered.values()}
+    if sorted(entered) != list(range(len(wiring.inputs))) or len(sources) != len(entered):
+        raise _defect(
+            f"the streams {sorted(entered)} enter the region, where the wiring has {len(wiring.inputs)}"
         )
 
 
-def _sum(terms: Counter[str]) -> str:
-    return " + ".join(name if count == 1 else f"{count} {name}" for name, count in sorted(terms.items()))
+def _compare(reader: str, stream: fx.Node, expected: Terms) -> None:
+    found = summands(stream)
+    if found != expected:
+        raise _defect(
+            f"{reader} reads {stream.name!r} = {_sum(found)}, but the spec gives it {_sum(expected)}"
+        )
 
 
-def _not_a_sum(node: fx.Node) -> PassError:
+def _sum(terms: Terms) -> str:
+    texts = []
+    for (name, chain), count in sorted(terms.items()):
+        text = " -> ".join((name, *chain))
+        texts.append(text if count == 1 else f"{count} times {text}")
+    return " + ".join(texts)
+
+
+def _defect(found: str) -> PassError:
     return PassError(
-        "verify",
-        f"{node.name!r} is part of a stream but is no sum of addends",
-        hint="this is a defect in fxskip: please report it with the model type and the spec",
+        "verify", found, hint="this is a defect in fxskip: please report it with the model type and the spec"
     )

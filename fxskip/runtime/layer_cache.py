@@ -18,7 +18,9 @@ class LayerCache:
     def __init__(self, part: Any) -> None:
         self.part = part
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Append the new keys and values and return all of the layer's; `layer_idx` is not needed."""
         keys, values = self.part.update(key, value, *args, **kwargs)
         return keys, values
@@ -30,7 +32,9 @@ class LayerCache:
 
 def layer_caches(kwargs: dict[str, Any], layer: int) -> dict[str, Any]:
     """`kwargs` with every cache replaced by the part of decoder layer `layer`."""
-    return {name: _part(value, layer) if isinstance(value, Cache) else value for name, value in kwargs.items()}
+    return {
+        name: _part(value, layer) if isinstance(value, Cache) else value for name, value in kwargs.items()
+    }
 
 
 def _part(cache: Cache, layer: int) -> LayerCache | Cache:

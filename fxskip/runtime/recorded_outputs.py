@@ -26,7 +26,7 @@ def traceable_recording() -> Iterator[None]:
         yield
         return
     collected = variable.get()
-    own = None if collected is None else {key: [] for key in collected}
+    own: dict[str, list[Any]] | None = None if collected is None else {key: [] for key in collected}
     variable.compiling, variable.global_var = True, own
     try:
         yield

@@ -6,14 +6,14 @@ deepcopy and state_dict see nothing new. No function is stored on the layer; the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxskip.capture.hf import layer_class
+from fxskip.capture.hf import layer_class, require_own_class_forward
 from fxskip.capture.region import CompiledRegion, Streams, compile_region
 from fxskip.errors import CaptureError, PassError
 from fxskip.pipeline import rewire
@@ -33,6 +33,9 @@ class Region(nn.Module):
     fxskip_wiring: RegionWiring
     fxskip_layer: int
 
+    # Inside somebody else's torch.compile, Dynamo would follow the call into the original body. A graph break
+    # instead: what lies around the layers is compiled, the regions run as they are; fullgraph=True fails.
+    @torch.compiler.disable(recursive=False, reason="fxskip captures its layers itself")  # type: ignore[untyped-decorator]
     def forward(self, hidden_states: Tensor | Streams, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's original body, rewired. Arguments and result are the original layer's."""
         _refuse_reentrant_checkpointing(self)
@@ -40,7 +43,9 @@ class Region(nn.Module):
         _require_streams(self, len(streams))
         region = _compiled(self.fxskip_wiring)
         with traceable_recording():
-            out, others = region(self, self.fxskip_base, streams, args, layer_caches(kwargs, self.fxskip_layer))
+            out, others = region(
+                self, self.fxskip_base, streams, args, layer_caches(kwargs, self.fxskip_layer)
+            )
         if not others:
             return out
         if isinstance(out, tuple):
@@ -49,21 +54,27 @@ class Region(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The subclass exists in no module under its name; pickle and deepcopy make it again from the original class.
-        return _bare_region, (self.fxskip_base,), self.__getstate__()
+        return _bare_region, (self.fxskip_base,), vars(self).copy()
 
 
-def install(layers: Sequence[nn.Module], wirings: Sequence[RegionWiring]) -> None:
+def install(layers: Iterable[nn.Module], wirings: Sequence[RegionWiring]) -> None:
     """Turn each layer, in place, into a region with its wiring."""
     for index, (layer, wiring) in enumerate(zip(layers, wirings, strict=True)):
+        require_own_class_forward(layer, index)
         layer.__class__ = region_class(layer_class(layer))
         layer.fxskip_wiring = wiring  # type: ignore[assignment]
         layer.fxskip_layer = index  # type: ignore[assignment]
 
 
-@lru_cache(maxsize=None)
+_REGION_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def region_class(base: type[nn.Module]) -> type[nn.Module]:
     """The subclass of `base` that runs rewired; one for each class."""
-    return type(f"FxSkip{base.__name__}", (Region, base), {"fxskip_base": base, "__module__": __name__})
+    if base not in _REGION_CLASSES:
+        members = {"fxskip_base": base, "__module__": __name__}
+        _REGION_CLASSES[base] = type(f"FxSkip{base.__name__}", (Region, base), members)
+    return _REGION_CLASSES[base]
 
 
 def _bare_region(base: type[nn.Module]) -> nn.Module:
@@ -71,7 +82,7 @@ def _bare_region(base: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _compiled(wiring: RegionWiring) -> CompiledRegion:
     """The region function of a wiring: all layers of all models that are wired alike share its captures."""
     return compile_region(partial(_build, wiring), len(wiring.outputs), wiring.digest())
@@ -97,7 +108,7 @@ def _refuse_reentrant_checkpointing(layer: nn.Module) -> None:
     if not (layer.training and getattr(layer, "gradient_checkpointing", False)):
         return
     function = getattr(layer, "_gradient_checkpointing_func", None)
-    if isinstance(function, partial) and function.keywords.get("use_reentrant") and torch.is_grad_enabled() is False:
+    if isinstance(function, partial) and function.keywords.get("use_reentrant"):
         raise PassError(
             "gradient checkpointing",
             "use_reentrant=True loses the gradient of streams that cross a layer's border",

@@ -63,12 +63,14 @@ def _parameters(nodes: list[fx.Node]) -> int:
     operands = {o for n in nodes for o in n.all_input_nodes if o not in inside and info(o) is None}
     edges = {n: set(n.all_input_nodes) for n in nodes[0].graph.nodes if info(n) is None}
     sources = reachable(operands, edges)
-    return sum(_numel(n) for n in sources if n.op == "placeholder" and isinstance(value(n), torch.nn.Parameter))
+    return sum(
+        _numel(n) for n in sources if n.op == "placeholder" and isinstance(value(n), torch.nn.Parameter)
+    )
 
 
 def _flops(node: fx.Node, length: int) -> float:
     name = op_name(node)
-    tensors = [value(a) for a in node.args if is_tensor(a)]
+    tensors = [value(a) for a in node.args if isinstance(a, fx.Node) and is_tensor(a)]
     if name == "linear":
         return 2.0 * _numel(node) * _hint(tensors[0].shape[-1])
     if "grouped_mm" in name or name in ("bmm", "matmul", "mm", "__matmul__"):

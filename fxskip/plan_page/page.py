@@ -1,0 +1,151 @@
+"""The whole page about a plan."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator, Sequence
+
+from fxskip.plan import Plan, PlannedBlock
+from fxskip.plan_page.legend import SIGNS, TERMS, legend
+from fxskip.plan_page.markup import document, element
+from fxskip.plan_page.picture import pictures
+from fxskip.plan_page.words import kind, short_path, span, unseen
+from fxskip.schedule.costs import CONTEXT
+
+
+def page(plan: Plan) -> str:
+    """A self-contained HTML page: what `spec` does to the model, in numbers, words, pictures and a table."""
+    title = f"{plan.spec} on {plan.model}"
+    return document(
+        title,
+        element("h1", title),
+        element(
+            "p",
+            "What the spec changes in the wiring of the residual stream, and what can run while data travels between "
+            "processes. Read off the model's graph; nothing was timed or trained.",
+            class_="lead",
+        ),
+        _headline(plan),
+        _in_words(plan),
+        wiring_section(plan),
+        *_refused(plan),
+        _table(plan),
+        element("section", element("h2", "Terms"), legend(TERMS)),
+        element("footer", f"Wiring {plan.wiring_hash}. Models with the same hash are wired the same way."),
+    )
+
+
+def wiring_section(plan: Plan) -> ET.Element:
+    """Both pictures with captions and a key; needs the style sheet that `document` brings."""
+    before, after = pictures(plan)
+    return element(
+        "section",
+        element("h2", "Wiring"),
+        element(
+            "div",
+            element("figure", element("figcaption", "Before"), before),
+            element("figure", element("figcaption", f"After: {plan.spec}"), after),
+            class_="pair",
+        ),
+        legend(SIGNS),
+    )
+
+
+def _headline(plan: Plan) -> ET.Element:
+    experts = [block for block in plan.blocks if block.kind == "moe"]
+    dispatches = sum(bool(block.window.dispatch_under) for block in experts)
+    combines = sum(bool(block.window.combine_under) for block in experts)
+    parameters = sum(block.costs.parameters for block in plan.blocks)
+    exchange = sum(block.costs.exchange_bytes_per_token for block in experts)
+    streams = "stream" if plan.streams == 1 else "streams"
+    beside = "experts that other sub-blocks can run beside"
+    return element(
+        "dl",
+        _figure(f"{plan.rewired} of {len(plan.blocks)}", "sub-blocks rewired"),
+        _figure(f"{dispatches} of {len(experts)}", f"dispatches to {beside}"),
+        _figure(f"{combines} of {len(experts)}", f"combines from {beside}"),
+        _figure(str(plan.streams), f"{streams} between layers (the original has 1)"),
+        _figure(_short(exchange, "B"), "a token sends to experts in one forward pass, and gets back"),
+        _figure(_short(parameters, ""), "parameters in sub-blocks; none is added or removed"),
+        class_="headline",
+    )
+
+
+def _figure(number: str, meaning: str) -> ET.Element:
+    return element("div", element("dt", meaning), element("dd", number))
+
+
+def _in_words(plan: Plan) -> ET.Element:
+    """One line for each kind of change: which sub-blocks, and what they no longer see."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for number, block in enumerate(plan.blocks):
+        if block.without:
+            change = kind(block), ", ".join(unseen(plan, number))
+            groups.setdefault(change, []).append(block.layer)
+    lines = [
+        element("li", element("strong", name), f" in {span(layers)} no longer sees the {what}.")
+        for (name, what), layers in groups.items()
+    ]
+    heading = element("h2", "What changes")
+    if not lines:
+        return element("section", heading, element("p", "Nothing: every sub-block reads the full stream."))
+    return element("section", heading, element("ul", *lines))
+
+
+def _refused(plan: Plan) -> Iterator[ET.Element]:
+    """Where a rule selects a sub-block and changes nothing."""
+    groups: dict[str, list[PlannedBlock]] = {}
+    for block in plan.blocks:
+        if block.refused:
+            groups.setdefault(block.refused, []).append(block)
+    if groups:
+        lines = [
+            element("li", element("strong", ", ".join(short_path(b.path) for b in blocks)), f": {reason}")
+            for reason, blocks in groups.items()
+        ]
+        heading = element("h2", "Where a rule changes nothing")
+        yield element("section", heading, element("ul", *lines))
+
+
+def _table(plan: Plan) -> ET.Element:
+    names = ("Layer", "Sub-block", "Reads", "Can run beside its communication", "Parameters", "MFLOP a token")
+    rows = [_row(plan, number, names) for number in range(len(plan.blocks))]
+    head = element("thead", element("tr", *(element("th", name, scope="col") for name in names)))
+    context = f"attention at {CONTEXT:,} tokens of causal context"
+    caption = element("caption", f"FLOPs are counted from shapes, forward only, {context}.")
+    table = element("table", caption, head, element("tbody", *rows))
+    return element("section", element("h2", "Sub-blocks"), table)
+
+
+def _row(plan: Plan, number: int, names: Sequence[str]) -> ET.Element:
+    block = plan.blocks[number]
+    reads = element("span", block.reads, class_="rewired" if block.without else "plain")
+    why = [element("small", block.refused)] if block.refused else []
+    cells = (
+        element("td", str(block.layer)),
+        element("td", kind(block), element("small", block.path)),
+        element("td", reads, *why),
+        element("td", *_beside(block)),
+        element("td", f"{block.costs.parameters:,}", class_="number"),
+        element("td", f"{block.costs.flops_per_token / 1e6:,.2f}", class_="number"),
+    )
+    for name, cell in zip(names, cells, strict=True):
+        cell.set("data-name", name)  # shown before the cell on a narrow screen
+    return element("tr", *cells, data_block=block.path)
+
+
+def _beside(block: PlannedBlock) -> list[ET.Element]:
+    trips = [("combine" if block.kind == "moe" else "all-reduce", block.window.combine_under)]
+    if block.kind == "moe":
+        trips.insert(0, ("dispatch", block.window.dispatch_under))
+    return [
+        element("div", f"{name}: {', '.join(map(short_path, under)) or 'nothing'}") for name, under in trips
+    ]
+
+
+def _short(number: float, unit: str) -> str:
+    """12345678 as "12.3 M"."""
+    for factor, letter in ((1e12, "T"), (1e9, "G" if unit else "B"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * factor:  # so that 999,999 is 1 M and not 1e+03 k
+            return f"{number / factor:.3g} {letter}{unit}"
+    return f"{number:g} {unit}".strip()

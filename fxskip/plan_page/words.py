@@ -1,0 +1,71 @@
+"""How the page says things: names of kinds and addends, and spans of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fxskip.plan import Plan, PlannedBlock
+
+KINDS = {"moe": "MoE", "dense": "dense MLP"}
+ADDENDS = {"routed": "routed experts", "shared": "shared experts"}
+
+
+def kind(block: PlannedBlock) -> str:
+    return KINDS.get(block.kind, block.kind)
+
+
+def back(dropped: str) -> tuple[str, int]:
+    """`routed@1` as ("routed", 1): the addend, and how many writes before the block it was made."""
+    name, _, number = dropped.rpartition("@")
+    return name, int(number)
+
+
+def unseen(plan: Plan, number: int) -> list[str]:
+    """What the sub-block at position `number` no longer sees, one phrase for each earlier sub-block."""
+    block = plan.blocks[number]
+    by_source: dict[int, list[str]] = {}
+    for dropped in block.without:
+        name, writes = back(dropped)
+        by_source.setdefault(number - writes, []).append(name)
+    return [
+        f"{_output(plan.blocks[source], names)} of {_distance(block.layer - plan.blocks[source].layer)}"
+        for source, names in sorted(by_source.items(), reverse=True)
+    ]
+
+
+def _output(source: PlannedBlock, names: Sequence[str]) -> str:
+    if set(names) == set(source.adds):
+        return kind(source)
+    return " and ".join(ADDENDS.get(name, name) for name in sorted(names))
+
+
+def _distance(layers: int) -> str:
+    if layers < 2:
+        return "the layer before" if layers else "the same layer"
+    return f"the layer {layers} before"
+
+
+def module_name(block: PlannedBlock) -> str:
+    """`model.layers.3.mlp` as `mlp`: the path below the layer's number."""
+    pieces = block.path.split(".")
+    numbers = [i for i, piece in enumerate(pieces) if piece.isdigit()]
+    return ".".join(pieces[numbers[0] + 1 :]) if numbers else block.path
+
+
+def short_path(block_path: str) -> str:
+    """`model.layers.3.mlp` as `3.mlp`."""
+    pieces = block_path.split(".")
+    start = next((i for i, piece in enumerate(pieces) if piece.isdigit()), 0)
+    return ".".join(pieces[start:])
+
+
+def span(layers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] as "layers 0–2, 5"."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    text = ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)
+    return f"layer{'s' if len(layers) > 1 else ''} {text}"

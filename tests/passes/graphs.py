@@ -1,0 +1,84 @@
+"""Decoder layers of a few lines, captured as the product captures real ones, and ways to run their graphs.
+
+The parts have no parameters and use one operation each, so a captured graph fits on a page and its values can be
+computed in the test from the formula, to the last bit. Streams are [B, S, D] = [2, 3, 4] in float64.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from fxskip.capture.region import compile_region
+from fxskip.ir import remove_markers
+from fxskip.wiring import FULL, BlockWiring, RegionWiring, Variant
+
+Body = Callable[[Tensor], Any]
+
+
+def norm(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+def attention(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+def experts(x: Tensor) -> Tensor:
+    """Routed by a top-k over the last dimension."""
+    return x * x.topk(1).values
+
+
+def shared(x: Tensor) -> Tensor:
+    return x.tanh()
+
+
+def dense(x: Tensor) -> Tensor:
+    return x.relu()
+
+
+def moe_layer(x: Tensor) -> Tensor:
+    """The plainest MoE layer: attention, then routed plus shared experts."""
+    x = x + attention(norm(x))
+    h = norm(x)
+    return x + (experts(h) + shared(h))
+
+
+class Layer(nn.Module):
+    """A decoder layer whose forward is a function."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        return self.body(hidden_states)
+
+
+def stream(seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def capture(layer: nn.Module | Body, *, inputs: int = 1, outputs: int = 1, dtype: torch.dtype = torch.float64) -> fx.Graph:
+    """The graph of a layer with markers for so many streams, as a pass receives it."""
+    module = layer if isinstance(layer, nn.Module) else Layer(layer)
+    streams = tuple(stream(seed, dtype) for seed in range(inputs))
+    for tensor in streams:
+        torch._dynamo.mark_static(tensor)  # no placeholders for sizes
+    graphs: list[fx.Graph] = []
+
+    def grab(captured: fx.GraphModule) -> Callable[..., Any]:
+        graphs.append(captured.graph)
+        return fx.GraphModule(captured, remove_markers(captured.graph)).forward
+
+    compile_region(grab, outputs, "grab")(module, type(module), streams, (), {})
+    (graph,) = graphs
+    return graph
+
+
+def run(graph: fx.Graph, *streams: Tensor) -> tuple[Tensor, ...]:
+    """The outgoing streams of a graph whose only placeholders are its streams."""
+    values: tuple[Tensor, ...] = fx.GraphModule({}, remove_markers(graph))(*streams)
+    return values
