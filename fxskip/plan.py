@@ -118,7 +118,8 @@ class Plan:
     def _legend(self) -> str:
         return (
             f"FLOPs are counted from shapes, forward only, attention at {CONTEXT} tokens of causal context; "
-            "nothing was timed.\ndispatch/combine: what may run while the block's tokens travel to the experts and back."
+            "nothing was timed.\n"
+            "dispatch/combine: what may run while the block's tokens travel to the experts and back."
         )
 
 

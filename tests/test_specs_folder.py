@@ -55,18 +55,8 @@ def test_specs_differ_in_meaning_except_the_two_names_of_one_wiring():
 
 
 def test_an_installed_package_finds_its_presets(tmp_path):
-    build = [
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        str(tmp_path),
-        str(ROOT),
-    ]
-    subprocess.run([sys.executable, *build], check=True)
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("fxskip-*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
 

@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import torch
 
@@ -69,23 +69,25 @@ def all_documents() -> tuple[Document, ...]:
 def token_windows(tokenizer: PreTrainedTokenizerBase, split: Split, length: int = 256) -> torch.LongTensor:
     """The split as [N, length] token ids: documents joined with one end token after each, then cut.
 
-    Windows do not overlap and may span two documents. The last, partial window is dropped (fewer than
-    `length` tokens of the split's last document).
+    Windows do not overlap and may span two documents. The last, partial window is dropped: it would hold
+    fewer than `length` tokens of the split's last document.
     """
-    stream = token_stream(tokenizer, split)
-    whole = len(stream) // length
-    windows = stream[: whole * length].view(whole, length)
-    assert isinstance(windows, torch.LongTensor)
-    return windows
+    return cut(token_stream(tokenizer, split), length)
 
 
-def token_stream(tokenizer: PreTrainedTokenizerBase, split: Split) -> torch.Tensor:
+def token_stream(tokenizer: PreTrainedTokenizerBase, split: Split) -> torch.LongTensor:
     """The split as one vector of token ids, with one end token after each document."""
+    texts = [document.text for document in load_split(split)]
     ids: list[int] = []
-    for document in load_split(split):
-        ids += tokenizer.encode(document.text, add_special_tokens=False, verbose=False)
-        ids.append(tokenizer.eos_token_id)
-    return torch.tensor(ids, dtype=torch.long)
+    for document_ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+        ids += [*document_ids, tokenizer.eos_token_id]
+    return torch.LongTensor(ids)
+
+
+def cut(stream: torch.LongTensor, length: int, offset: int = 0) -> torch.LongTensor:
+    """[N, length] windows of a vector of token ids from `offset` on, without the partial one at the end."""
+    count = (len(stream) - offset) // length
+    return cast(torch.LongTensor, stream[offset : offset + count * length].view(count, length))
 
 
 def read_plays() -> list[Document]:

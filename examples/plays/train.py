@@ -1,6 +1,6 @@
 """Train the bundled model from scratch: a small DeepSeek-V3 on plays and scripture.
 
-    python examples/plays/train.py --device cuda --out out/plays     # 22 epochs, about 8 minutes on one GPU
+    python examples/plays/train.py --device cuda                     # 22 epochs, about 8 minutes on one GPU
     python examples/plays/train.py --device cpu --steps 3 --batch 2 --eval-windows 4 --out out/smoke
 
 Writes the checkpoint with the lowest validation loss to --out, rounded to bf16, and the record to --results.
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import transformers
 from architecture import plays_config
-from corpus import token_stream, token_windows
+from corpus import cut, token_stream, token_windows
 from evaluate import MODEL_DIR, cross_entropy, spread
 from training_aids import LoadBalance, MasterWeights, add_dropout
 from transformers import (
@@ -39,20 +39,30 @@ ROOT = Path(__file__).resolve().parents[2]
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokenizer", type=Path, default=MODEL_DIR, help="from train_tokenizer.py")
-    parser.add_argument("--out", type=Path, default=MODEL_DIR, help="folder for the model")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "plays", help="folder for the model")
     parser.add_argument("--results", type=Path, help="default: results.json in --out")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--epochs", type=float, default=22, help="sets the number of steps")
-    parser.add_argument("--steps", type=int, help="instead of --epochs; the schedule fits itself to it")
-    parser.add_argument("--batch", type=int, default=32, help="windows in a step")
-    parser.add_argument("--length", type=int, default=256, help="tokens in a window")
+    parser.add_argument("--steps", type=positive, help="instead of --epochs; the schedule fits itself to it")
+    parser.add_argument("--batch", type=positive, default=32, help="windows in a step")
+    parser.add_argument("--length", type=positive, default=256, help="tokens in a window")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--weight-decay", type=float, default=0.1, help="of matrices; norms have none")
     parser.add_argument("--dropout", type=float, default=0.25)
     parser.add_argument("--balance-speed", type=float, default=1e-3, help="step of the routers' biases")
-    parser.add_argument("--eval-windows", type=int, help="windows of each evaluation; default: all of val")
+    parser.add_argument(
+        "--eval-windows", type=positive, help="windows of each evaluation; default: all of val"
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
+
+
+def positive(text: str) -> int:
+    """An argument that counts something."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
 
 
 def batches(
@@ -63,12 +73,16 @@ def batches(
     The new offset gives every token new neighbours at the window's edges. An epoch's last partial batch is
     dropped.
     """
+    if batch * length > len(stream) - length:
+        raise ValueError(
+            f"batches: {batch} windows of {length} tokens are more than an epoch of a stream of {len(stream)} "
+            f"surely has; at most {len(stream) // length - 1} windows fit in a batch"
+        )
     while True:
         offset = int(torch.randint(length, (), generator=generator))
-        count = (len(stream) - offset) // length
-        windows = stream[offset : offset + count * length].view(count, length)
-        order = torch.randperm(count, generator=generator).to(stream.device)
-        for start in range(0, count - batch + 1, batch):
+        windows = cut(stream, length, offset)
+        order = torch.randperm(len(windows), generator=generator).to(stream.device)
+        for start in range(0, len(windows) - batch + 1, batch):
             yield windows[order[start : start + batch]]
 
 
@@ -101,71 +115,80 @@ def sampling_for(tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
     )
 
 
-def train(options: argparse.Namespace) -> dict[str, Any]:
-    """Train, save the best checkpoint to options.out, return the curve and the totals."""
-    torch.manual_seed(options.seed)
-    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
-    model = DeepseekV3ForCausalLM(plays_config(tokenizer)).to(options.device)
-    model.generation_config = sampling_for(tokenizer)
-    weights = MasterWeights(model, torch.bfloat16)
-    optimizer = optimizer_for(weights, options.weight_decay)
-    add_dropout(model, options.dropout)
-    balance = LoadBalance(model, options.balance_speed)
+class Training:
+    """A model, and all that a step changes."""
 
+    def __init__(self, options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> None:
+        torch.manual_seed(options.seed)
+        self.model = DeepseekV3ForCausalLM(plays_config(tokenizer)).to(options.device)
+        self.model.generation_config = sampling_for(tokenizer)
+        self.weights = MasterWeights(self.model, torch.bfloat16)
+        self.optimizer = optimizer_for(self.weights, options.weight_decay)
+        add_dropout(self.model, options.dropout)
+        self.balance = LoadBalance(self.model, options.balance_speed)
+
+    def step(self, ids: torch.Tensor, rate: float) -> torch.Tensor:
+        """One update on a batch; the loss before it. Does not wait for the GPU."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        self.weights.take_gradients()
+        torch.nn.utils.clip_grad_norm_(self.weights.masters, 1.0)
+        self.optimizer.step()
+        self.weights.publish()
+        self.balance.step()
+        return loss.detach()
+
+    def evaluate(self, windows: torch.Tensor, batch: int) -> tuple[float, dict[str, list[float]]]:
+        """Loss of the rounded weights on `windows`, and the load of each router's experts there."""
+        loss = cross_entropy(self.model, windows, batch=batch)
+        loads = self.balance.loads()
+        self.balance.forget()  # these tokens must not move the biases
+        return loss, loads
+
+
+def train(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Train, save the best checkpoint to options.out, return the curve and the totals."""
+    training = Training(options, tokenizer)
     stream = token_stream(tokenizer, "train").to(options.device)
     val = spread(token_windows(tokenizer, "val", options.length), options.eval_windows).to(options.device)
+    data = batches(stream, options.batch, options.length, torch.Generator().manual_seed(options.seed))
     steps_an_epoch = len(stream) // options.length // options.batch
     steps = options.steps or round(options.epochs * steps_an_epoch)
-    data = batches(stream, options.batch, options.length, torch.Generator().manual_seed(options.seed))
 
     curve: list[dict[str, float]] = []
-    best, loads, recent = math.inf, {}, torch.zeros((), device=options.device)
-    start, since = time.perf_counter(), 0
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps, options.lr)
-        ids = next(data)
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        weights.take_gradients()
-        torch.nn.utils.clip_grad_norm_(weights.masters, 1.0)
-        optimizer.step()
-        weights.publish()
-        balance.step()
-        recent, since = recent + loss.detach(), since + 1
-        if (step + 1) % steps_an_epoch and step + 1 != steps:
+    kept: dict[str, Any] = {}
+    losses: list[torch.Tensor] = []
+    start = time.perf_counter()
+    for step in range(1, steps + 1):
+        losses.append(training.step(next(data), learning_rate(step - 1, steps, options.lr)))
+        if step % steps_an_epoch and step != steps:
             continue
-        val_loss = cross_entropy(model, val, batch=options.batch)
-        if val_loss < best:
-            best, loads = val_loss, balance.loads()
-            model.save_pretrained(options.out)
+        val_loss, loads = training.evaluate(val, options.batch)
+        if not math.isfinite(val_loss):
+            raise FloatingPointError(f"train: validation loss {val_loss} at step {step}; lower --lr")
+        if not curve or val_loss < min(point["val_loss"] for point in curve):
+            kept = {"kept_step": step, "expert_load_on_val": loads}
+            training.model.save_pretrained(options.out)
             tokenizer.save_pretrained(options.out)
-        balance.forget()  # evaluation counted too
-        curve.append(
-            {
-                "step": step + 1,
-                "epoch": round((step + 1) / steps_an_epoch, 3),
-                "train_loss_with_dropout": round(recent.item() / since, 4),
-                "val_loss": round(val_loss, 4),
-                "seconds": round(time.perf_counter() - start, 1),
-            }
-        )
-        recent, since = torch.zeros_like(recent), 0
-        print("  ".join(f"{key} {value}" for key, value in curve[-1].items()), flush=True)
-    kept = min(curve, key=lambda point: point["val_loss"])["step"]
-    return {
-        "steps": steps,
-        "tokens": steps * options.batch * options.length,
-        "parameters": sum(weight.numel() for weight in weights.masters),
-        "kept_step": kept,
-        "curve": curve,
-        "expert_load_on_val": loads,
-    }
+        point = {
+            "step": step,
+            "epoch": round(step / steps_an_epoch, 3),
+            "train_loss_with_dropout": round(torch.stack(losses).mean().item(), 4),
+            "val_loss": round(val_loss, 4),
+            "seconds": round(time.perf_counter() - start, 1),
+        }
+        print("  ".join(f"{key} {value}" for key, value in point.items()), flush=True)
+        curve.append(point)
+        losses.clear()
+    tokens = steps * options.batch * options.length
+    parameters = sum(weight.numel() for weight in training.weights.masters)
+    return {"steps": steps, "tokens": tokens, "parameters": parameters, "curve": curve, **kept}
 
 
-def final_losses(options: argparse.Namespace) -> dict[str, float]:
+def final_losses(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
     """Loss of the written files, in float32, without dropout; train on as many windows as held_out has."""
-    tokenizer = AutoTokenizer.from_pretrained(options.out)
     model = AutoModelForCausalLM.from_pretrained(options.out, dtype=torch.float32).to(options.device)
     held_out = token_windows(tokenizer, "held_out", options.length)
     windows = {
@@ -207,8 +230,9 @@ def shown(value: Any) -> Any:
 
 def main() -> None:
     options = parse_arguments()
-    record = surroundings(options) | train(options)
-    record["loss_of_saved_weights"] = final_losses(options)
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    record = surroundings(options) | train(options, tokenizer)
+    record["loss_of_saved_weights"] = final_losses(options, tokenizer)
     results = options.results or options.out / "results.json"
     results.write_text(json.dumps(record, indent=1) + "\n")
     print(f"kept step {record['kept_step']} of {record['steps']}: {record['loss_of_saved_weights']}")

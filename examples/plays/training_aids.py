@@ -1,8 +1,8 @@
 """What training needs and the model does not have: dropout, expert balance, and full-precision weights.
 
 DeepSeek-V3 has no dropout, because its text is never seen twice. 2.5 million tokens are seen some twenty
-times here, so without dropout the model learns them by heart. All of it hangs on hooks and is gone with them: the
-saved model is the stock class.
+times here, so without dropout the model learns them by heart. All of it hangs on hooks, which no file keeps:
+the saved model is the stock class.
 """
 
 from __future__ import annotations

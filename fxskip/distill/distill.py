@@ -56,7 +56,7 @@ def distill(
         None if eval_data is None else as_windows("distill", "eval_data", eval_data, parts.vocabulary)
     )
     require_metric(recipe, has_teacher=teacher is not None, has_eval_data=eval_data is not None)
-    reporter = Reporter(recipe.steps, enabled=progress)
+    reporter = Reporter(recipe.steps, recipe.objective, enabled=progress)
     folder = None
     if out is not None:
         folder = RunFolder.open(out, identity(recipe, parts, teacher_parts, windows, eval_windows))
@@ -129,10 +129,9 @@ def own_random_state(device: torch.device, seed: int) -> Iterator[None]:
         return
     accelerator = torch.get_device_module(device)
     with torch.random.fork_rng(devices=[device], device_type=device.type), accelerator.device(device):
+        # torch.manual_seed would reseed every device, and only this one is restored.
         torch.default_generator.manual_seed(seed)
-        accelerator.manual_seed(
-            seed
-        )  # torch.manual_seed would reseed every device, and only this one is restored
+        accelerator.manual_seed(seed)
         yield
 
 

@@ -15,8 +15,8 @@ LINES_PER_RUN = 10
 class Reporter:
     """Writes to stderr, so that stdout stays free for what a command prints as its result."""
 
-    def __init__(self, steps: int, *, enabled: bool) -> None:
-        self.steps = steps
+    def __init__(self, steps: int, objective: str, *, enabled: bool) -> None:
+        self.steps, self.objective = steps, objective
         self.console = Console(stderr=True, quiet=not enabled, highlight=False, soft_wrap=True)
         self.bar: Progress | None = None
         if enabled and self.console.is_terminal:
@@ -40,7 +40,7 @@ class Reporter:
 
     def step(self, point: CurvePoint) -> None:
         hidden = "" if point.hidden_mse is None else f"  hidden_mse {point.hidden_mse:.4f}"
-        text = f"loss {point.objective:.4f}{hidden}  grad {point.grad_norm:.2f}"
+        text = f"{self.objective} {point.objective:.4f}{hidden}  grad {point.grad_norm:.2f}"
         if self.bar is not None:
             self.bar.update(self.task, completed=point.step, description=text)
         elif point.step % max(1, self.steps // LINES_PER_RUN) == 0 or point.step == self.steps:

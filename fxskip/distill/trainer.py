@@ -74,9 +74,8 @@ class Trainer:
                 self.evaluate()
                 self.state.stopped_early = not last and self.is_stalled()
             self.state.seconds = time.perf_counter() - started
-            if self.folder is not None and (
-                self.is_finished() or self.state.step % self.config.save_every == 0
-            ):
+            save_now = self.is_finished() or self.state.step % self.config.save_every == 0
+            if self.folder is not None and save_now:
                 self.folder.save(self.checkpoint())
         self.state.seconds = time.perf_counter() - started
 
@@ -110,10 +109,10 @@ class Trainer:
         targets = batch.targets_BL.flatten()
         if config.objective == "cross_entropy":
             hidden, _ = forward(student, batch, with_streams=False)
-            chunk = config.chunk_tokens
-            return cross_entropy(
-                hidden, student.weight_VD, targets, bias=student.bias_V, chunk_tokens=chunk
-            ), None
+            loss = cross_entropy(
+                hidden, student.weight_VD, targets, bias=student.bias_V, chunk_tokens=config.chunk_tokens
+            )
+            return loss, None
         assert self.teacher is not None
         teacher = self.teacher
         with_streams = config.hidden_weight > 0
@@ -171,14 +170,13 @@ class Trainer:
     def checkpoint(self) -> dict[str, Any]:
         """Everything that the rest of the run depends on, as tensors and plain values."""
         device = self.student.device
+        accelerator = None if device.type == "cpu" else torch.get_device_module(device)
         return {
             "trained": {name: parameter.detach() for name, parameter in self.trained.items()},
             "buffers": dict(self.student.model.named_buffers()),
             "optimizer": self.optimizer.state_dict(),
             "rng": torch.get_rng_state(),
-            "device_rng": None
-            if device.type == "cpu"
-            else torch.get_device_module(device).get_rng_state(device),
+            "device_rng": accelerator.get_rng_state(device) if accelerator else None,
             "state": asdict(self.state),
         }
 

@@ -58,8 +58,13 @@ def find_stream(graph: fx.Graph) -> fx.Graph:
     for marker in stream_outputs(new).values():
         annotate(marker, NodeInfo("output", 0))
     position = {n: i for i, n in enumerate(path)}
-    for number, (anchor, result) in enumerate(pairwise(_cuts(path[:-1], edges)), start=1):
-        _require_residual(anchor, result)
+    cuts = _cuts(path[:-1], edges)
+    if len(cuts) == 1:
+        raise PassError(
+            "find_stream", "the layer adds nothing to the stream", hint="this architecture is not supported"
+        )
+    for number, (anchor, result) in enumerate(pairwise(cuts), start=1):
+        _require_residual(anchor, result, between)
         for node in path[position[anchor] + 1 : position[result]]:
             annotate(node, NodeInfo("compute", number))
         annotate(result, NodeInfo("residual", number))
@@ -94,8 +99,8 @@ def _require_unwritten(graph: fx.Graph) -> None:
             )
 
 
-def _require_residual(anchor: fx.Node, result: fx.Node) -> None:
-    if is_add(result) and list(result.args).count(anchor) == 1:
+def _require_residual(anchor: fx.Node, result: fx.Node, between: set[fx.Node]) -> None:
+    if is_add(result) and list(result.args).count(anchor) == 1 and all(a in between for a in result.args):
         return
     raise PassError(
         "find_stream",

@@ -35,7 +35,9 @@ _VIEWS = frozenset(
     {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "contiguous", "clone"}
 )
 _CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16"})
-_SCALES = frozenset({"mul", "truediv", "div", "multiply"})
+_PRODUCTS = frozenset({"mul", "multiply"})
+_QUOTIENTS = frozenset({"truediv", "div"})
+_MATRIX_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "einsum", "baddbmm", "addmm"})
 _SCATTERED_ADDS = frozenset({"index_add", "scatter_add", "index_put", "scatter_reduce"})
 _BLANK = ("zeros", "empty", "full", "new_zeros", "new_empty", "new_full")
 
@@ -78,8 +80,14 @@ def inseparable_reason(graph: fx.Graph, write: Write) -> str:
     before = reachable([leaf], reverse(dataflow(graph))) & nodes
     width = value(write.result).shape[-1]
     for node in (n for n in graph.nodes if n in before and is_tensor(n) and value(n).shape[-1:] == (width,)):
-        if is_add(node) and sum(a in routed for a in node.args) == 1 and all(a in nodes for a in node.args):
-            return f"their sum {node.name!r} goes through {op_name(leaf)} before it reaches the stream"
+        wide = [a for a in node.all_input_nodes if a in nodes and _is_wide(a, width)]
+        plain = [a for a in wide if a not in routed and _is_projected(a, nodes)]
+        if (
+            plain
+            and len(plain) < len(wide)
+            and op_name(node) not in _PRODUCTS | _QUOTIENTS | _MATRIX_PRODUCTS
+        ):
+            return f"{op_name(node)} ({node.name!r}) joins {plain[0].name!r} with the routed experts' output"
         base = (
             node.args[0]
             if op_name(node).rstrip("_") in _SCATTERED_ADDS | {"add", "setitem", "copy"}
@@ -101,6 +109,16 @@ def _routed(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
         if not more:
             return found & nodes
         found |= reachable(more, edges)
+
+
+def _is_wide(node: fx.Node, width: object) -> bool:
+    return is_tensor(node) and value(node).is_floating_point() and value(node).shape[-1:] == (width,)
+
+
+def _is_projected(node: fx.Node, nodes: set[fx.Node]) -> bool:
+    """Whether a matrix product made the value: an expert's output, not the block's normalised input."""
+    edges = {n: set(n.all_input_nodes) & nodes for n in nodes}
+    return any(op_name(n) in _MATRIX_PRODUCTS for n in reachable([node], edges))
 
 
 def _is_blank(base: fx.Node) -> bool:
@@ -129,6 +147,14 @@ def _require_settled(graph: fx.Graph, write: Write) -> None:
 
 def _open_sum(node: fx.Node, routed: set[fx.Node], nodes: set[fx.Node]) -> None:
     """Annotate the tree of additions and linear operations that ends in `node`."""
+    about = info(node)
+    if about is not None and about.role != "compute":
+        raise PassError(
+            "split_contributions",
+            f"{node.name!r} is added to the stream more than once in one write",
+            where=f"write {about.write} of the region",
+            hint="this architecture is not supported",
+        )
     if node not in routed:
         update(node, role="addend", addend="shared")
         return
@@ -164,15 +190,16 @@ def linear_operand(node: fx.Node) -> fx.Node | None:
 
     Applying the operation to each summand and adding gives the operation of the sum (a cast: up to rounding).
     """
-    first = node.args[0] if node.args else None
-    if node.kwargs or not isinstance(first, fx.Node) or not is_tensor(first) or not is_tensor(node):
-        return None
-    name, result = op_name(node), value(node)
-    if name in _VIEWS and result.dtype == value(first).dtype:
-        return first
-    if name in _CASTS and result.dtype.is_floating_point:
-        return first
     tensors = [a for a in node.args if isinstance(a, fx.Node) and is_tensor(a)]
-    if name in _SCALES and len(tensors) == 1 and len(node.args) == 2:
-        return first
-    return None
+    if not tensors or not is_tensor(node):
+        return None
+    name, result, operand = op_name(node), value(node), tensors[0]
+    is_first = node.args[0] is operand
+    if name in _CASTS and is_first and result.dtype.is_floating_point:
+        return operand
+    if node.kwargs:
+        return None
+    if name in _VIEWS and is_first and result.dtype == value(operand).dtype:
+        return operand
+    is_scale = name in _PRODUCTS or (name in _QUOTIENTS and is_first)
+    return operand if is_scale and len(tensors) == 1 and len(node.args) == 2 else None

@@ -116,8 +116,10 @@ def _require_markers(graph: fx.Graph, wiring: RegionWiring) -> None:
     """Each stream of the wiring enters once, and leaves once among the values that the graph returns."""
     output = next(n for n in graph.nodes if n.op == "output")
     markers = stream_outputs(graph)
-    returned = [index for index, marker in markers.items() if output in marker.users]
-    if sorted(returned) != list(range(len(wiring.outputs))):
+    numbers = {marker: index for index, marker in markers.items()}
+    returned: list[int] = []
+    fx.map_arg(output.args, lambda n: returned.append(numbers[n]) if n in numbers else None)
+    if returned != list(range(len(wiring.outputs))):
         raise _defect(f"the streams {returned} leave the region, where the wiring has {len(wiring.outputs)}")
     entered = stream_inputs(graph)
     sources = {marker.args[0] for marker in entered.values()}

@@ -108,10 +108,11 @@ def _refuse_reentrant_checkpointing(layer: nn.Module) -> None:
     if not (layer.training and getattr(layer, "gradient_checkpointing", False)):
         return
     function = getattr(layer, "_gradient_checkpointing_func", None)
-    if isinstance(function, partial) and function.keywords.get("use_reentrant"):
+    # torch's own default is the reentrant form, so only a plain False will do.
+    if not isinstance(function, partial) or function.keywords.get("use_reentrant") is not False:
         raise PassError(
             "gradient checkpointing",
-            "use_reentrant=True loses the gradient of streams that cross a layer's border",
+            "reentrant checkpointing loses the gradient of streams that cross a layer's border",
             where=type(layer).__name__,
             hint='model.gradient_checkpointing_enable({"use_reentrant": False})',
         )

@@ -41,9 +41,12 @@ def dense(x: Tensor) -> Tensor:
 
 def moe_layer(x: Tensor) -> Tensor:
     """The plainest MoE layer: attention, then routed plus shared experts."""
-    x = x + attention(norm(x))
-    h = norm(x)
-    return x + (experts(h) + shared(h))
+    a = attention(norm(x))
+    r = x + a
+    h = norm(r)
+    routed = experts(h)
+    rest = shared(h)
+    return r + (routed + rest)
 
 
 class Layer(nn.Module):

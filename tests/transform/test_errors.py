@@ -69,8 +69,7 @@ def test_an_expert_loop_that_cannot_be_captured() -> None:
     model.set_experts_implementation("eager")
     message = refusal(model, FARSKIP.spec, fxskip.CaptureError)
 
-    assert "model.layers.0" in message
-    assert "experts" in message
+    assert "mlp.experts (Qwen2MoeExperts)" in message
     assert 'set_experts_implementation("grouped_mm")' in message
 
 
@@ -143,7 +142,7 @@ def assert_unchanged(model: PreTrainedModel, before: Description) -> None:
 
 
 def test_the_original_is_left_alone() -> None:
-    model = tiny("deepseek_v3")
+    model = tiny("deepseek_v3", layers=2)
     before, config = describe(model), model.config.to_dict()
     student = fxskip.transform(model, FARSKIP.spec)
     with torch.no_grad():

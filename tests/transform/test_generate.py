@@ -34,10 +34,10 @@ def test_with_a_dynamic_cache(model_type: str) -> None:
     model = tiny(model_type)
     student, reference = fxskip.transform(model, FARSKIP.spec), FARSKIP.reference(model)
 
-    assert torch.equal(tokens(student, 2, 9), tokens(reference, 2, 9))
-    assert torch.equal(tokens(student, 3, 11, padded=True), tokens(reference, 3, 11, padded=True))
+    got = tokens(student, 3, 11, padded=True)
+    assert torch.equal(got, tokens(reference, 3, 11, padded=True))
     # The original goes elsewhere, so equal tokens are no accident of a model that repeats itself.
-    assert not torch.equal(tokens(student, 2, 9), tokens(model, 2, 9))
+    assert not torch.equal(got, tokens(model, 3, 11, padded=True))
 
 
 def test_logits_of_each_step_are_equal_too() -> None:
@@ -51,7 +51,7 @@ def test_logits_of_each_step_are_equal_too() -> None:
         assert_equal_tensors(f"logits of step {number}", got, want)
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_with_a_static_cache(model_type: str) -> None:
     model = tiny(model_type)
     student, reference = fxskip.transform(model, FARSKIP.spec), FARSKIP.reference(model)
@@ -76,7 +76,7 @@ def test_streams_that_cross_several_layers() -> None:
 
 
 def test_another_batch_is_not_captured_again() -> None:
-    model = tiny("mixtral")
+    model = tiny("mixtral", layers=2)
     student, reference = fxskip.transform(model, FARSKIP.spec), FARSKIP.reference(model)
     assert torch.equal(tokens(student, 2, 9, padded=True), tokens(reference, 2, 9, padded=True))
     captured = capture_count()

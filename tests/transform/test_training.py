@@ -67,7 +67,7 @@ def test_torch_save_and_load_give_the_rewired_model(qwen: Trio) -> None:
 
 
 def test_train_and_eval_switch_dropout() -> None:
-    _, student, reference = trio(tiny("mixtral", attention_dropout=0.3))
+    _, student, reference = trio(tiny("mixtral", layers=2, attention_dropout=0.3))
     for training in (True, False, True):
         for model in (student, reference):
             model.train(training)
@@ -80,7 +80,7 @@ def test_train_and_eval_switch_dropout() -> None:
 
 
 def test_optimizer_steps_follow_the_reference() -> None:
-    _, student, reference = trio(tiny("deepseek_v3"))
+    _, student, reference = trio(tiny("deepseek_v3", layers=2))
     losses: list[list[float]] = []
     for model in (student, reference):
         model.train()
@@ -97,7 +97,7 @@ def test_optimizer_steps_follow_the_reference() -> None:
 
 
 def test_frozen_parameters_get_no_gradient() -> None:
-    _, student, reference = trio(tiny("qwen3_moe"))
+    _, student, reference = trio(tiny("qwen3_moe", layers=2))
     outcome(student, batch())  # captured while everything was trainable
     for model in (student, reference):
         for layer in model.model.layers:
@@ -108,7 +108,7 @@ def test_frozen_parameters_get_no_gradient() -> None:
 
 
 def test_tied_embeddings_stay_tied() -> None:
-    _, student, reference = trio(tiny("qwen2_moe", tie_word_embeddings=True))
+    _, student, reference = trio(tiny("qwen2_moe", layers=2, tie_word_embeddings=True))
     assert student.lm_head.weight is student.model.embed_tokens.weight
     assert_same_training(student, reference, batch(), gradient_tolerance=REORDERED)
 
@@ -130,14 +130,14 @@ def test_inplace_keeps_the_model_and_its_parameters() -> None:
 
 
 def test_hooks_added_after_the_first_call_run() -> None:
-    _, student, _ = trio(tiny("mixtral"))
+    student = fxskip.transform(tiny("mixtral", layers=2), FARSKIP.spec)
     outcome(student, batch())
     seen: list[torch.Size] = []
     for layer in student.model.layers:
         layer.self_attn.register_forward_hook(lambda module, args, out: seen.append(out[0].shape))
     outcome(student, batch())
 
-    assert seen == [torch.Size([2, 9, 64])] * 3
+    assert seen == [torch.Size([2, 9, 64])] * 2
 
 
 # --- gradient checkpointing ----------------------------------------------------------------------
@@ -165,7 +165,7 @@ def saved_bytes(model: nn.Module) -> int:
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_gradient_checkpointing(when: str) -> None:
-    model = tiny("deepseek_v3", layers=4).train()
+    model = tiny("qwen2_moe").train()
     reference = FARSKIP.reference(model)
     if when == "before":
         model.gradient_checkpointing_enable()
@@ -177,6 +177,4 @@ def test_gradient_checkpointing(when: str) -> None:
         assert saved_bytes(student) < kept_without / 4
 
     assert student.is_gradient_checkpointing
-    assert_same_training(student, reference, batch(3, 17, padded=True), gradient_tolerance=REORDERED)
-    student.gradient_checkpointing_disable()
-    assert_same_training(student, reference, batch(3, 17, padded=True), gradient_tolerance=REORDERED)
+    assert_same_training(student, reference, batch(3, 17), gradient_tolerance=REORDERED)

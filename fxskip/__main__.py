@@ -1,0 +1,5 @@
+"""`python -m fxskip` is the command `fxskip`."""
+
+from fxskip.cli import main
+
+main()

@@ -1,0 +1,44 @@
+"""Arguments that several commands take."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ModelFolder = Annotated[
+    Path,
+    typer.Argument(exists=True, file_okay=False, metavar="MODEL", help="Folder of a saved model."),
+]
+SpecName = Annotated[
+    str,
+    typer.Argument(metavar="SPEC", help="A spec file, or the name of a preset, such as farskip."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+DataFiles = Annotated[
+    list[Path],
+    typer.Option(
+        "--data",
+        exists=True,
+        dir_okay=False,
+        metavar="FILE",
+        help="A UTF-8 text file, or a .safetensors file with windows of token ids, an integer tensor input_ids "
+        "[windows, length]. Can be given several times.",
+    ),
+]
+WindowLength = Annotated[
+    int,
+    typer.Option(
+        "--length", min=2, help="Tokens in a window of text. The last window of a file may be shorter."
+    ),
+]
+Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1.")]
+
+
+class Dtype(StrEnum):
+    """Types of weights."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"

@@ -1,0 +1,232 @@
+"""A plan: what each sub-block reads, what can run beside its communication, and what it costs."""
+
+import json
+from functools import cache, partial
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+import fxskip
+from fxskip.schedule.costs import CONTEXT
+from tests.zoo import COMMON, FAMILIES, tiny
+
+LAYERS = 4  # of deepseek_v3: layer 0 is dense, layers 1-3 have experts
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("deepseek_v3", layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def plan_of(model):
+    """The plan of `model` under a preset, made once."""
+    return cache(partial(fxskip.plan, model))
+
+
+def attention(layer):
+    return f"model.layers.{layer}.self_attn"
+
+
+def mlp(layer):
+    return f"model.layers.{layer}.mlp"
+
+
+def custom(*rules):
+    return {"fxskip": 1, "name": "custom", "connect": list(rules)}
+
+
+ATTENTION_WITHOUT_ROUTED = {
+    attention(2): ("routed@1",),
+    attention(3): ("routed@1",),
+}
+MLP_WITHOUT_ATTENTION = {mlp(i): ("attention@1",) for i in range(LAYERS)}
+MLP_OF_THE_LAYER_BEFORE = {
+    attention(1): ("dense@1",),
+    attention(2): ("routed@1", "shared@1"),
+    attention(3): ("routed@1", "shared@1"),
+}
+
+WITHOUT = {
+    "farskip": ATTENTION_WITHOUT_ROUTED | MLP_WITHOUT_ATTENTION,
+    "farskip-attention": ATTENTION_WITHOUT_ROUTED,
+    "farskip-moe": MLP_WITHOUT_ATTENTION,
+    "ladder": MLP_OF_THE_LAYER_BEFORE | MLP_WITHOUT_ATTENTION,
+    "identity": {},
+    # 75% of 4 layers: layers 1-3.
+    "farskip-last-75": ATTENTION_WITHOUT_ROUTED | {mlp(i): ("attention@1",) for i in (1, 2, 3)},
+}
+
+
+@pytest.mark.parametrize("spec", WITHOUT)
+def test_each_sub_block_has_a_row_that_says_what_it_no_longer_sees(plan_of, spec):
+    plan = plan_of(spec)
+    assert [(b.layer, b.path) for b in plan.blocks] == [
+        (layer, path(layer)) for layer in range(LAYERS) for path in (attention, mlp)
+    ]
+    assert [b.kind for b in plan.blocks] == ["attention", "dense", *["attention", "moe"] * 3]
+    assert {b.path: b.without for b in plan.blocks if b.without} == WITHOUT[spec]
+    assert plan.rewired == len(WITHOUT[spec])
+    assert plan.streams == (1 if spec in ("identity", "farskip-moe") else 2)
+    assert {b.path for b in plan.blocks if b.reads == "full stream"} == {
+        b.path for b in plan.blocks if not b.without
+    }
+
+
+def test_reads_names_the_layer_whose_output_is_missing(plan_of):
+    reads = {b.path: b.reads for b in plan_of("farskip").blocks}
+    assert reads[attention(2)] == "stream without routed of layer 1"
+    assert reads[mlp(2)] == "stream without attention of layer 2"
+
+
+# Two that can run at the same time: neither sees what the other makes, or not the part that travels.
+NEXT_ATTENTION = {mlp(i): (attention(i + 1),) for i in (1, 2)}
+OWN_ATTENTION = {mlp(i): (attention(i),) for i in range(LAYERS)}
+OWN_MLP = {attention(i): (mlp(i),) for i in range(LAYERS)}
+
+WINDOWS = {
+    # (sub-blocks under the dispatch, under the combine or all-reduce)
+    "farskip": (OWN_ATTENTION, NEXT_ATTENTION | OWN_MLP),
+    "farskip-attention": ({}, NEXT_ATTENTION),
+    "farskip-moe": (OWN_ATTENTION, OWN_MLP),
+    "ladder": (
+        OWN_ATTENTION | {attention(i): (mlp(i - 1),) for i in (1, 2, 3)},
+        OWN_MLP | {mlp(i): (attention(i + 1),) for i in (0, 1, 2)},
+    ),
+    "identity": ({}, {}),
+}
+
+
+@pytest.mark.parametrize("spec", WINDOWS)
+def test_windows_are_the_blocks_that_need_not_wait(plan_of, spec):
+    blocks = plan_of(spec).blocks
+    dispatch = {b.path: b.window.dispatch_under for b in blocks if b.window.dispatch_under}
+    combine = {b.path: b.window.combine_under for b in blocks if b.window.combine_under}
+    assert (dispatch, combine) == WINDOWS[spec]
+    flops = {b.path: b.costs.flops_per_token for b in blocks}
+    for block in blocks:
+        window = block.window
+        assert window.dispatch_flops_per_token == sum(flops[p] for p in window.dispatch_under)
+        assert window.combine_flops_per_token == sum(flops[p] for p in window.combine_under)
+
+
+def test_a_block_that_sees_the_write_before_it_has_no_window_and_a_wider_gap_a_wider_one(model):
+    two_back = fxskip.plan(model, custom({"blocks": "all", "without": ["all@2"]}))
+    assert all(not (b.window.dispatch_under or b.window.combine_under) for b in two_back.blocks)
+
+    shortcut = fxskip.plan(model, custom({"blocks": "moe", "without": ["all@1", "all@2"]}))
+    windows = {b.path: b.window.dispatch_under for b in shortcut.blocks if b.window.dispatch_under}
+    assert windows == {mlp(i): (mlp(i - 1), attention(i)) for i in (1, 2, 3)}
+
+
+def test_a_rule_that_changes_nothing_at_a_block_says_why(plan_of):
+    refused = {b.path: b.refused for b in plan_of("farskip").blocks if b.refused}
+    assert refused.keys() == {attention(0), attention(1)}
+    assert "no write that early" in refused[attention(0)]
+    assert "dense in layer 0" in refused[attention(1)]
+    # A block that no rule selects was not refused anything.
+    assert not any(b.refused for b in plan_of("identity").blocks)
+
+
+def test_parameters_are_those_of_the_module_and_its_norm(model, plan_of):
+    for block in plan_of("farskip").blocks:
+        layer = model.model.layers[block.layer]
+        norm = layer.input_layernorm if block.kind == "attention" else layer.post_attention_layernorm
+        parameters = [*model.get_submodule(block.path).parameters(), *norm.parameters()]
+        assert block.costs.parameters == sum(p.numel() for p in parameters), block.path
+
+
+def test_flops_and_bytes_are_those_of_the_matrix_products(model, plan_of):
+    attention_plan, dense_plan, _, moe_plan, *_ = plan_of("farskip").blocks
+    c = model.config
+    heads, d = c.num_attention_heads, c.hidden_size
+    query_key, value = c.qk_nope_head_dim + c.qk_rope_head_dim, c.v_head_dim
+    projections = (
+        d * c.q_lora_rank
+        + c.q_lora_rank * heads * query_key
+        + d * (c.kv_lora_rank + c.qk_rope_head_dim)
+        + c.kv_lora_rank * heads * (c.qk_nope_head_dim + value)
+        + heads * value * d
+    )
+    # A query meets half of the context on average; a multiplication and an addition are 2 FLOPs.
+    assert attention_plan.costs.flops_per_token == 2 * (
+        projections + heads * (query_key + value) * CONTEXT / 2
+    )
+    assert dense_plan.costs.flops_per_token == 2 * 3 * d * c.intermediate_size
+    experts = c.num_experts_per_tok + c.n_shared_experts
+    router = d * c.n_routed_experts
+    assert moe_plan.costs.flops_per_token == 2 * (3 * experts * d * c.moe_intermediate_size + router)
+    assert moe_plan.costs.experts_per_token == c.num_experts_per_tok
+    assert moe_plan.costs.exchange_bytes_per_token == c.num_experts_per_tok * d * 4  # fp32
+    assert dense_plan.costs.exchange_bytes_per_token == attention_plan.costs.exchange_bytes_per_token == 0
+
+
+def test_flops_of_grouped_query_attention():
+    attention_plan, moe_plan, *_ = fxskip.plan(tiny("mixtral", layers=2), "farskip").blocks
+    d, heads, groups, width, wide = 64, 4, 2, 16, 64
+    products = 2 * d * heads * width + 2 * d * groups * width + heads * 2 * width * CONTEXT / 2
+    assert attention_plan.costs.flops_per_token == 2 * products
+    assert moe_plan.costs.flops_per_token == 2 * (2 * 3 * d * wide + d * 4)
+
+
+def test_json_holds_everything(plan_of):
+    plan = plan_of("farskip")
+    read = json.loads(plan.to_json())
+    assert read["rewired"] == plan.rewired
+    assert read["wiring_hash"] == plan.wiring_hash
+    assert [b["path"] for b in read["blocks"]] == [b.path for b in plan.blocks]
+    assert [tuple(b["without"]) for b in read["blocks"]] == [b.without for b in plan.blocks]
+    assert [b["refused"] for b in read["blocks"]] == [b.refused for b in plan.blocks]
+    assert [b["costs"]["parameters"] for b in read["blocks"]] == [b.costs.parameters for b in plan.blocks]
+    under = [tuple(b["window"]["combine_under"]) for b in read["blocks"]]
+    assert under == [b.window.combine_under for b in plan.blocks]
+
+
+def test_text_has_a_line_for_each_sub_block(plan_of):
+    plan = plan_of("farskip")
+    text = str(plan)
+    assert "6 of 8 sub-blocks rewired" in text
+    for block in plan.blocks:
+        (line,) = [line for line in text.splitlines() if f" {block.path} " in line]
+        assert line.split()[:2] == [str(block.layer), block.kind]
+
+
+def test_planning_changes_nothing_in_the_model():
+    model = tiny("deepseek_v3", layers=3)
+
+    def everything():
+        return [(name, type(m), sorted(vars(m)), m.training) for name, m in model.named_modules()]
+
+    before, weights = everything(), {k: v.clone() for k, v in model.state_dict().items()}
+    fxskip.plan(model, "farskip")
+    assert everything() == before
+    assert not fxskip.is_transformed(model)
+    assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
+
+
+def test_a_config_is_enough(model, plan_of):
+    config = AutoConfig.for_model(
+        "deepseek_v3", **(COMMON | FAMILIES["deepseek_v3"] | {"num_hidden_layers": LAYERS})
+    )
+    from_config, from_model = fxskip.plan(config, "farskip"), plan_of("farskip")
+    assert from_config.wiring_hash == from_model.wiring_hash
+    for one, other in zip(from_config.blocks, from_model.blocks, strict=True):
+        assert (one.path, one.without, one.window) == (other.path, other.without, other.window)
+        assert one.costs.parameters == other.costs.parameters
+        assert one.costs.exchange_bytes_per_token * 2 == other.costs.exchange_bytes_per_token  # bf16, fp32
+
+
+def test_a_config_of_a_model_too_large_for_memory():
+    """Six layers of DeepSeek-V3 at its real width: 36 billion parameters, 73 GB in bf16."""
+    config = AutoConfig.for_model("deepseek_v3", num_hidden_layers=6)
+    blocks = fxskip.plan(config, "farskip").blocks
+    moe = next(b for b in blocks if b.kind == "moe")
+    d, wide = config.hidden_size, config.moe_intermediate_size
+    experts = config.n_routed_experts + config.n_shared_experts
+    assert moe.costs.parameters == 3 * experts * d * wide + config.n_routed_experts * d + d
+    assert sum(b.costs.parameters for b in blocks) > 34e9
+
+
+def test_explain_says_what_plan_promised(model, plan_of):
+    assert fxskip.explain(fxskip.transform(model, "ladder")) == plan_of("ladder")

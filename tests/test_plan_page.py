@@ -1,0 +1,242 @@
+"""The page of a plan: it stands alone, escapes everything, and its picture says what the plan says."""
+
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from functools import cache
+from html.parser import HTMLParser
+
+import pytest
+from transformers import AutoConfig
+
+import fxskip
+from fxskip.plan import Plan
+from fxskip.plan_page import page, pictures
+from fxskip.plan_page.fold import fold
+from tests.zoo import COMMON, FAMILIES
+
+LAYERS = 6
+TWO_BACK = {"fxskip": 1, "name": "two-back", "connect": [{"blocks": "all", "without": ["all@2"]}]}
+FAR_BACK = {
+    "fxskip": 1,
+    "name": "far-back",
+    "connect": [
+        {"blocks": "attention", "without": ["routed@1", "routed@3"]},
+        {"blocks": ["moe", "dense"], "without": ["shared@2", "all@1", "routed@4"]},
+    ],
+}
+SPECS = {"two-back": TWO_BACK, "far-back": FAR_BACK}
+
+
+@cache
+def plan(spec: str, model_type: str = "deepseek_v3", layers: int = LAYERS) -> Plan:
+    config = AutoConfig.for_model(
+        model_type, **(COMMON | FAMILIES[model_type] | {"num_hidden_layers": layers})
+    )
+    return fxskip.plan(config, SPECS.get(spec, spec))
+
+
+class Strict(HTMLParser):
+    """Collects a page; raises where a tag is closed that was not the last one opened."""
+
+    VOID = ("meta",)
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.starts: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.starts.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+
+@pytest.mark.parametrize("spec", ["farskip", "identity", "far-back"])
+def test_the_page_is_well_formed_needs_nothing_else_and_has_every_sub_block(spec):
+    html = page(plan(spec))
+    parsed = Strict(html)
+    assert dict(parsed.starts)["html"] == {"lang": "en"}
+    assert [text for tag, text in parsed.texts if tag == "h1"] == [f"{spec} on DeepseekV3ForCausalLM"]
+    fetching = {"src", "href", "xlink:href", "srcset", "data", "action", "background"}
+    assert not any(fetching & attributes.keys() for _, attributes in parsed.starts)
+    assert "url(" not in html and "@import" not in html and "://" not in html
+    rows = [a["data-block"] for tag, a in parsed.starts if tag == "tr" and "data-block" in a]
+    assert rows == [block.path for block in plan(spec).blocks]
+
+
+def test_pictures_are_named_and_described_for_those_who_cannot_see_them():
+    parsed = Strict(page(plan("farskip")))
+    texts = {a["id"]: parsed.starts.index((tag, a)) for tag, a in parsed.starts if "id" in a}
+    for tag, attributes in parsed.starts:
+        if tag == "svg":
+            assert attributes["role"] == "img"
+            assert set((attributes["aria-labelledby"] or "").split()) <= texts.keys()
+    assert len(texts) == 4  # a title and a description each, no id twice
+
+
+def test_names_of_models_specs_and_modules_are_escaped():
+    evil = "<script>alert('1')</script>&amp;\"x"
+    harmless = plan("farskip")
+    blocks = tuple(replace(b, path=f"{b.path}<b>&", refused=evil) for b in harmless.blocks)
+    html = page(replace(harmless, model=evil, spec=evil, blocks=blocks))
+    parsed = Strict(html)
+    assert "<script" not in html and "<b>" not in html
+    assert not {"script", "b"} & {tag for tag, _ in parsed.starts}
+    assert (f"{evil} on {evil}") in [text for tag, text in parsed.texts if tag == "h1"]
+    rows = [a["data-block"] for tag, a in parsed.starts if tag == "tr" and "data-block" in a]
+    assert rows == [block.path for block in blocks]
+
+
+def number(text: str | None) -> float:
+    assert text is not None
+    return float(text)
+
+
+def sums_on(svg: ET.Element, x: float) -> dict[float, str]:
+    """Height of each plus on the vertical line at x, with what it adds where that is noted."""
+    circles = [c for c in svg.iter("circle") if c.get("class") == "sum"]
+    return {number(c.get("cy")): c.get("data-adds", "") for c in circles if number(c.get("cx")) == x}
+
+
+def drawn_without(svg: ET.Element) -> dict[str, set[str]]:
+    """Read the picture as a person does: which outputs each sub-block does not see, from lines and pluses alone."""
+    (stream,) = [p for p in svg.iter("path") if p.get("class") == "stream"]
+    stream_x = float(stream.get("d", "").removeprefix("M").split()[0])
+    main = sums_on(svg, stream_x)
+    found: dict[str, set[str]] = {}
+    for line in svg.iter("path"):
+        reader = line.get("data-reader")
+        if reader is None:
+            continue
+        x, start = map(float, line.get("d", "").removeprefix("M").split("H")[0].split())
+        assert x == stream_x  # every read starts on the stream
+        if line.get("class") == "read":
+            found[reader] = set()
+            continue
+        side_x, end = side_line(line)
+        joined = {y for y in sums_on(svg, side_x) if start < y < end}
+        passed = {y for y in main if start < y < end}
+        assert joined <= passed
+        found[reader] = {main[y] for y in passed - joined}
+    return found
+
+
+def side_line(line: ET.Element) -> tuple[float, float]:
+    """x of the vertical part of a side line, and the height at which it turns into its box."""
+    before, _, after = line.get("d", "").partition("V")
+    corner = float(before.rpartition("q")[2].split()[0])
+    across = float(before.partition("H")[2].partition("q")[0])
+    return across + corner, float(after.partition("q")[0]) + corner
+
+
+def planned_without(made: Plan) -> dict[str, set[str]]:
+    expected = {}
+    for position, block in enumerate(made.blocks):
+        sources = [(name, position - int(back)) for name, back in (w.split("@") for w in block.without)]
+        expected[block.path] = {f"{made.blocks[i].path} {name}" for name, i in sources}
+    return expected
+
+
+@pytest.mark.parametrize(
+    "spec", ["farskip", "farskip-attention", "ladder", "two-back", "far-back", "identity"]
+)
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "mixtral"])
+def test_lines_and_pluses_say_what_the_plan_says(spec, model_type):
+    if spec == "far-back" and model_type == "mixtral":
+        pytest.skip("has no shared experts to leave out")
+    made = plan(spec, model_type)
+    before, after = pictures(made)
+    drawn = drawn_without(after)
+    layers = {layer for part in fold(made) for layer in part.drawn_layers}
+    assert drawn.keys() == {b.path for b in made.blocks if b.layer in layers}
+    # The layers drawn just before a folded one are wired like those that really precede it.
+    expected = planned_without(made)
+    unfolded = [b.path for b in made.blocks if set(range(b.layer - 2, b.layer + 1)) <= layers]
+    assert {path: drawn[path] for path in unfolded} == {path: expected[path] for path in unfolded}
+    assert {path: len(what) for path, what in drawn.items()} == {path: len(expected[path]) for path in drawn}
+    assert all(not what for what in drawn_without(before).values())
+
+
+def rewired_lines(svg: ET.Element) -> int:
+    return sum("rewired" in (part.get("class") or "").split() for part in svg.iter())
+
+
+def test_identity_has_no_rewired_line_and_two_equal_pictures():
+    before, after = pictures(plan("identity"))
+    assert rewired_lines(before) == rewired_lines(after) == 0
+    drawing = ("path", "rect", "circle")
+    parts = [[(p.tag, p.attrib) for p in svg.iter() if p.tag in drawing] for svg in (before, after)]
+    assert parts[0] == parts[1]
+
+
+def test_bars_are_hidden_where_the_plan_has_a_window():
+    made = plan("farskip", layers=3)  # one dense layer, two with experts; none alike, so all are drawn
+    before, after = pictures(made)
+
+    def bars(svg: ET.Element) -> dict[str, bool]:
+        groups = [g for g in svg.iter("g") if "trip" in g.get("class", "").split()]
+        return {g.findtext("title", "").split(":")[0]: "hidden" in g.get("class", "") for g in groups}
+
+    expected = {}
+    for block in made.blocks:
+        results = "combine" if block.kind == "moe" else "all-reduce"
+        expected[f"{results} of {block.path}"] = bool(block.window.combine_under)
+        if block.kind == "moe":
+            expected[f"dispatch of {block.path}"] = bool(block.window.dispatch_under)
+    assert bars(after) == expected
+    assert bars(before) == dict.fromkeys(expected, False)
+
+
+def folded(made: Plan) -> list[tuple[range, range]]:
+    return [(part.layers, part.drawn_layers) for part in fold(made)]
+
+
+def test_equal_layers_are_drawn_once():
+    # Layers 0-2 are dense, 3 follows a dense layer, 60 has nobody after it to hide its combine.
+    config = AutoConfig.for_model("deepseek_v3")
+    made = fxskip.plan(config, "farskip")
+    assert folded(made) == [
+        (range(0, 3), range(0, 1)),
+        (range(3, 4), range(3, 4)),
+        (range(4, 60), range(4, 5)),
+        (range(60, 61), range(60, 61)),
+    ]
+    titles = [t.text for t in pictures(made)[1].iter("text") if t.get("class") == "layers"]
+    assert titles == [
+        "layers 0–2: one layer, 3 times",
+        "layer 3",
+        "layers 4–59: one layer, 56 times",
+        "layer 60",
+    ]
+
+
+def test_patterns_of_several_layers_are_drawn_once():
+    config = AutoConfig.for_model(
+        "llama4_text",
+        **(COMMON | FAMILIES["llama4_text"] | {"num_hidden_layers": 9, "interleave_moe_layer_step": 2}),
+    )
+    # Dense and MoE layers take turns; layer 0 differs, nobody is before it.
+    assert folded(fxskip.plan(config, "farskip")) == [
+        (range(0, 1), range(0, 1)),
+        (range(1, 9), range(1, 3)),
+    ]
+
+
+def test_lines_that_reach_back_over_layers_keep_the_layers_that_they_come_from():
+    for whole, drawn in folded(plan("far-back", layers=9)):
+        assert len(drawn) >= min(2, len(whole))  # shared@2 and routed@4 go back over two layers
+
+
+def test_to_html_writes_the_page(tmp_path):
+    target = plan("farskip").to_html(tmp_path / "plan.html")
+    assert target.read_text(encoding="utf-8") == page(plan("farskip"))
