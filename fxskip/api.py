@@ -116,7 +116,13 @@ class _Analysis:
     @classmethod
     def of(cls, model: PreTrainedModel) -> _Analysis:
         captured = capture_layers(model)
-        analysed = {id(c.graph): analyse(c.graph) for c in captured}
+        analysed: dict[int, fx.Graph] = {}
+        for layer in captured:
+            if id(layer.graph) not in analysed:
+                try:
+                    analysed[id(layer.graph)] = analyse(layer.graph)
+                except PassError as error:
+                    raise error.within(f"{base_class(model).__name__}, {layer.path}") from None
         bytes_per_element = model.dtype.itemsize
         blocks: list[SubBlock] = []
         costs: list[Costs] = []

@@ -9,7 +9,7 @@ Every class builds its message from the same four parts, so that someone who has
 
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, Self, overload
 
 
 class FxskipError(Exception):
@@ -28,6 +28,11 @@ class FxskipError(Exception):
             lines.append(f"  where  {_indented(where)}")
         lines.append(f"  hint   {_indented(hint)}")
         super().__init__("\n".join(lines))
+
+    def within(self, place: str) -> Self:
+        """The same error, with the larger place (a layer, a model) in front of where it was found."""
+        where = f"{place}: {self.where}" if self.where else place
+        return type(self)(self.who, self.found, where=where, hint=self.hint)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         # Exception's own __reduce__ calls the class with `args`, which here is the finished message: `hint`

@@ -1,38 +1,49 @@
 """The page of a plan: it stands alone, escapes everything, and its picture says what the plan says."""
 
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from html.parser import HTMLParser
 
 import pytest
-from transformers import AutoConfig
 
-import fxskip
-from fxskip.plan import Plan
+from fxskip.plan import Plan, make_plan
 from fxskip.plan_page import page, pictures
 from fxskip.plan_page.fold import fold
-from tests.zoo import COMMON, FAMILIES
+from fxskip.schedule.costs import Costs
+from fxskip.spec import load_spec
+from fxskip.wiring import SubBlock, connect
 
-LAYERS = 6
-TWO_BACK = {"fxskip": 1, "name": "two-back", "connect": [{"blocks": "all", "without": ["all@2"]}]}
-FAR_BACK = {
-    "fxskip": 1,
-    "name": "far-back",
-    "connect": [
-        {"blocks": "attention", "without": ["routed@1", "routed@3"]},
-        {"blocks": ["moe", "dense"], "without": ["shared@2", "all@1", "routed@4"]},
-    ],
+DENSE, EXPERTS, NO_SHARED = ("dense",), ("routed", "shared"), ("routed",)
+DEEPSEEK = (DENSE, *[EXPERTS] * 5)
+MIXTRAL = (NO_SHARED,) * 5
+
+SPECS = {
+    "two-back": {"fxskip": 1, "name": "two-back", "connect": [{"blocks": "all", "without": ["all@2"]}]},
+    "far-back": {
+        "fxskip": 1,
+        "name": "far-back",
+        "connect": [
+            {"blocks": "attention", "without": ["routed@1", "routed@3"]},
+            {"blocks": ["moe", "dense"], "without": ["shared@2", "all@1", "routed@4"]},
+        ],
+    },
 }
-SPECS = {"two-back": TWO_BACK, "far-back": FAR_BACK}
 
 
-@cache
-def plan(spec: str, model_type: str = "deepseek_v3", layers: int = LAYERS) -> Plan:
-    config = AutoConfig.for_model(
-        model_type, **(COMMON | FAMILIES[model_type] | {"num_hidden_layers": layers})
+def plan(spec: str, outputs: Sequence[tuple[str, ...]] = DEEPSEEK) -> Plan:
+    """The plan of a model without weights or code: `outputs` are what the second sub-block of each layer adds."""
+    blocks = []
+    for layer, adds in enumerate(outputs):
+        kind = "dense" if adds == DENSE else "moe"
+        blocks += [
+            SubBlock(layer, "attention", f"model.layers.{layer}.self_attn", ("attention",)),
+            SubBlock(layer, kind, f"model.layers.{layer}.mlp", adds),
+        ]
+    costs = [Costs(1000 + i, 2e6 + i, 2, 256) for i in range(len(blocks))]
+    return make_plan(
+        "TinyForCausalLM", spec, connect(load_spec(SPECS.get(spec, spec)), blocks), blocks, costs
     )
-    return fxskip.plan(config, SPECS.get(spec, spec))
 
 
 class Strict(HTMLParser):
@@ -66,7 +77,7 @@ def test_the_page_is_well_formed_needs_nothing_else_and_has_every_sub_block(spec
     html = page(plan(spec))
     parsed = Strict(html)
     assert dict(parsed.starts)["html"] == {"lang": "en"}
-    assert [text for tag, text in parsed.texts if tag == "h1"] == [f"{spec} on DeepseekV3ForCausalLM"]
+    assert [text for tag, text in parsed.texts if tag == "h1"] == [f"{spec} on TinyForCausalLM"]
     fetching = {"src", "href", "xlink:href", "srcset", "data", "action", "background"}
     assert not any(fetching & attributes.keys() for _, attributes in parsed.starts)
     assert "url(" not in html and "@import" not in html and "://" not in html
@@ -150,11 +161,9 @@ def planned_without(made: Plan) -> dict[str, set[str]]:
 @pytest.mark.parametrize(
     "spec", ["farskip", "farskip-attention", "ladder", "two-back", "far-back", "identity"]
 )
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "mixtral"])
-def test_lines_and_pluses_say_what_the_plan_says(spec, model_type):
-    if spec == "far-back" and model_type == "mixtral":
-        pytest.skip("has no shared experts to leave out")
-    made = plan(spec, model_type)
+@pytest.mark.parametrize("outputs", [DEEPSEEK, MIXTRAL])
+def test_lines_and_pluses_say_what_the_plan_says(spec, outputs):
+    made = plan(spec, outputs)
     before, after = pictures(made)
     drawn = drawn_without(after)
     layers = {layer for part in fold(made) for layer in part.drawn_layers}
@@ -180,7 +189,7 @@ def test_identity_has_no_rewired_line_and_two_equal_pictures():
 
 
 def test_bars_are_hidden_where_the_plan_has_a_window():
-    made = plan("farskip", layers=3)  # one dense layer, two with experts; none alike, so all are drawn
+    made = plan("farskip", DEEPSEEK[:3])  # one dense layer, two with experts; none alike, so all are drawn
     before, after = pictures(made)
 
     def bars(svg: ET.Element) -> dict[str, bool]:
@@ -202,11 +211,10 @@ def folded(made: Plan) -> list[tuple[range, range]]:
 
 
 def test_equal_layers_are_drawn_once():
-    # Layers 0-2 are dense, 3 follows a dense layer, 60 has nobody after it to hide its combine.
-    config = AutoConfig.for_model("deepseek_v3")
-    made = fxskip.plan(config, "farskip")
+    # As in DeepSeek-V3: layer 3 follows a dense layer, and layer 60 has nobody after it to hide its combine.
+    made = plan("farskip", (*[DENSE] * 3, *[EXPERTS] * 58))
     assert folded(made) == [
-        (range(0, 3), range(0, 1)),
+        (range(3), range(1)),
         (range(3, 4), range(3, 4)),
         (range(4, 60), range(4, 5)),
         (range(60, 61), range(60, 61)),
@@ -221,19 +229,13 @@ def test_equal_layers_are_drawn_once():
 
 
 def test_patterns_of_several_layers_are_drawn_once():
-    config = AutoConfig.for_model(
-        "llama4_text",
-        **(COMMON | FAMILIES["llama4_text"] | {"num_hidden_layers": 9, "interleave_moe_layer_step": 2}),
-    )
-    # Dense and MoE layers take turns; layer 0 differs, nobody is before it.
-    assert folded(fxskip.plan(config, "farskip")) == [
-        (range(0, 1), range(0, 1)),
-        (range(1, 9), range(1, 3)),
-    ]
+    # As in Llama 4: dense and MoE layers take turns. Layer 0 differs, because nobody is before it.
+    made = plan("farskip", (DENSE, EXPERTS) * 4 + (DENSE,))
+    assert folded(made) == [(range(1), range(1)), (range(1, 9), range(1, 3))]
 
 
 def test_lines_that_reach_back_over_layers_keep_the_layers_that_they_come_from():
-    for whole, drawn in folded(plan("far-back", layers=9)):
+    for whole, drawn in folded(plan("far-back", (EXPERTS,) * 9)):
         assert len(drawn) >= min(2, len(whole))  # shared@2 and routed@4 go back over two layers
 
 

@@ -101,8 +101,8 @@ def capture_layers(model: PreTrainedModel) -> list[LayerCapture]:
     twin.to(torch.bfloat16)
     recorder = _Recorder()
     _, layers = decoder_layers(twin)
-    for layer in layers:
-        recorder.watch(layer)
+    for index, layer in enumerate(layers):
+        recorder.watch(layer, f"{type(model).__name__}, {path}.{index}")
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device="meta")
     # A finished mask keeps the model from looking at mask values, which a meta tensor does not have.
     mask = torch.zeros(BATCH, 1, LENGTH, LENGTH, dtype=torch.bfloat16, device="meta")
@@ -135,8 +135,8 @@ class _Recorder:
 
         return run
 
-    def watch(self, layer: nn.Module) -> None:
-        """Make the twin's `layer` run through the recorder."""
+    def watch(self, layer: nn.Module, place: str) -> None:
+        """Make the twin's `layer` run through the recorder; `place` names it in errors."""
         base = layer_class(layer)
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,10 @@ class _Recorder:
                     f"the input of decoder layer {len(self.graphs)} is not the output of the layer before it",
                     hint="models that change the stream between decoder layers are not supported",
                 )
-            out, _ = self._region(layer, base, (hidden_states,), args, kwargs)
+            try:
+                out, _ = self._region(layer, base, (hidden_states,), args, kwargs)
+            except CaptureError as error:
+                raise error.within(place) from error.__cause__
             self._output = out[0] if isinstance(out, tuple) else out
             return out
 

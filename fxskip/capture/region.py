@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch.fx.experimental._config
 from torch import Tensor, fx, nn
 
 from fxskip.capture.eager_branches import eager_branches
@@ -34,6 +35,9 @@ _DYNAMO = {
     # DDP would have Dynamo cut the region at bucket borders; the cut has to see the whole stream.
     "optimize_ddp": False,
 }
+
+# Sizes that happen to be equal (batch and heads) must not become one size: another batch would be captured again.
+_SHAPES: Any = torch.fx.experimental._config
 
 _captures = 0
 
@@ -79,7 +83,7 @@ def compile_region(
     compiled = torch.compile(region, backend=backend, fullgraph=True, dynamic=True)
 
     def run(*arguments: Any) -> tuple[Any, Streams]:
-        with torch._dynamo.config.patch(_DYNAMO), eager_branches():
+        with torch._dynamo.config.patch(_DYNAMO), _SHAPES.patch(use_duck_shape=False), eager_branches():
             try:
                 return compiled(*arguments)
             except torch._dynamo.exc.BackendCompilerFailed as error:
@@ -95,17 +99,16 @@ def compile_region(
 def _capture_error(layer: nn.Module, error: Exception) -> CaptureError:
     text = str(error)
     reason = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    found = f"the layer cannot be captured as one graph: {reason}"
     hint = "rewrite the part named in the full message above so that torch.compile(fullgraph=True) accepts it"
     if any(sign in text for sign in ("nonzero", "data-dependent", "Data-dependent", "Dynamic", ".item()")):
-        hint = (
-            "a loop over experts depends on the data; use an implementation without one: "
-            'model.set_experts_implementation("grouped_mm") or "batched_mm"'
-        )
+        found = "the layer cannot be captured as one graph: its code depends on values, as a loop over experts does"
+        hint = 'use experts without a loop: model.set_experts_implementation("grouped_mm") or "batched_mm"'
     frame = next(
         (line.strip() for line in reversed(text.splitlines()) if line.strip().startswith("File ")), None
     )
     return CaptureError(
-        f"capture of {type(layer).__name__}", reason, where=_module_of(layer, text) or frame, hint=hint
+        f"capture of {type(layer).__name__}", found, where=_module_of(layer, text) or frame, hint=hint
     )
 
 

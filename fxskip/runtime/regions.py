@@ -42,10 +42,12 @@ class Region(nn.Module):
         streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         _require_streams(self, len(streams))
         region = _compiled(self.fxskip_wiring)
-        with traceable_recording():
-            out, others = region(
-                self, self.fxskip_base, streams, args, layer_caches(kwargs, self.fxskip_layer)
-            )
+        own = layer_caches(kwargs, self.fxskip_layer)
+        try:
+            with traceable_recording():
+                out, others = region(self, self.fxskip_base, streams, args, own)
+        except (CaptureError, PassError) as error:
+            raise error.within(f"decoder layer {self.fxskip_layer}") from error.__cause__
         if not others:
             return out
         if isinstance(out, tuple):

@@ -1,4 +1,4 @@
-"""Decoder layers of a few lines, captured as the product captures real ones, and ways to run their graphs.
+"""Decoder layers of a few lines, captured as the product captures real ones, and ways to wire and run their graphs.
 
 The parts have no parameters and use one operation each, so a captured graph fits on a page and its values can be
 computed in the test from the formula, to the last bit. Streams are [B, S, D] = [2, 3, 4] in float64.
@@ -16,6 +16,7 @@ from fxskip.ir import remove_markers
 from fxskip.wiring import FULL, BlockWiring, RegionWiring, Variant
 
 Body = Callable[[Tensor], Any]
+D = 4
 
 
 def norm(x: Tensor) -> Tensor:
@@ -40,13 +41,21 @@ def dense(x: Tensor) -> Tensor:
 
 
 def moe_layer(x: Tensor) -> Tensor:
-    """The plainest MoE layer: attention, then routed plus shared experts."""
-    a = attention(norm(x))
+    """The plainest MoE layer. The names of its variables are those of the nodes of its graph."""
+    n = norm(x)
+    a = attention(n)
     r = x + a
     h = norm(r)
     routed = experts(h)
     rest = shared(h)
-    return r + (routed + rest)
+    both = routed + rest
+    return r + both
+
+
+def after_attention(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The stream after attention, and what the MoE reads of it."""
+    r = x + attention(norm(x))
+    return r, norm(r)
 
 
 class Layer(nn.Module):
@@ -60,14 +69,14 @@ class Layer(nn.Module):
         return self.body(hidden_states)
 
 
-def stream(seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+def stream(seed: int = 0) -> Tensor:
+    return torch.randn(2, 3, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def capture(layer: nn.Module | Body, *, inputs: int = 1, outputs: int = 1, dtype: torch.dtype = torch.float64) -> fx.Graph:
-    """The graph of a layer with markers for so many streams, as a pass receives it."""
+def capture(layer: nn.Module | Body, *, inputs: int = 1, outputs: int = 1) -> fx.Graph:
+    """The graph of a layer with markers for so many streams, as the first pass receives it."""
     module = layer if isinstance(layer, nn.Module) else Layer(layer)
-    streams = tuple(stream(seed, dtype) for seed in range(inputs))
+    streams = tuple(stream(seed) for seed in range(inputs))
     for tensor in streams:
         torch._dynamo.mark_static(tensor)  # no placeholders for sizes
     graphs: list[fx.Graph] = []
@@ -82,6 +91,29 @@ def capture(layer: nn.Module | Body, *, inputs: int = 1, outputs: int = 1, dtype
 
 
 def run(graph: fx.Graph, *streams: Tensor) -> tuple[Tensor, ...]:
-    """The outgoing streams of a graph whose only placeholders are its streams."""
+    """What a graph returns whose only placeholders are its streams."""
     values: tuple[Tensor, ...] = fx.GraphModule({}, remove_markers(graph))(*streams)
     return values
+
+
+def node(graph: fx.Graph, name: str) -> fx.Node:
+    return next(n for n in graph.nodes if n.name == name)
+
+
+# --- wirings -------------------------------------------------------------------------------------
+
+
+def lacks(*addends: tuple[int, str]) -> Variant:
+    return frozenset(addends)
+
+
+def block(kind: str, reads: Variant = FULL, addends: tuple[str, ...] = ()) -> BlockWiring:
+    return BlockWiring(kind, addends or (("routed", "shared") if kind == "moe" else (kind,)), reads)
+
+
+FARSKIP = RegionWiring(
+    blocks=(block("attention", lacks((0, "routed"))), block("moe", lacks((1, "attention")))),
+    inputs=(FULL, lacks((0, "routed"))),
+    outputs=(FULL, lacks((2, "routed"))),
+)
+"""Streams x and y: a reads y; r = x + a; the MoE reads x; x' = r + routed + shared; y' = r + shared."""
