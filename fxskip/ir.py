@@ -68,25 +68,26 @@ def update(node: fx.Node, **changes: Any) -> None:
 # original wiring unnoticed.
 
 
-def _refuse_to_run(which: str) -> PassError:
+def refuse_to_run(which: str) -> PassError:
+    """The error for a region whose original body would run instead of the rewired one."""
     return PassError(
         which,
-        "a region of a transformed model ran without having been captured and rewired",
-        hint="TorchDynamo is off (TORCHDYNAMO_DISABLE, torch.compiler.disable or set_stance); turn it on: "
-        "fxskip captures each kind of layer at its first call",
+        "a decoder layer ran without being captured, because TorchDynamo is off",
+        hint="remove what turns it off (TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE, torch.compiler.disable around the "
+        "call, torch.compiler.set_stance): fxskip captures each kind of layer at its first call",
     )
 
 
 @torch.library.custom_op("fxskip::stream_in", mutates_args=())
 def stream_in(stream: torch.Tensor, index: int) -> torch.Tensor:
     """Marks `stream` as the region's incoming stream number `index`; 0 is the full stream."""
-    raise _refuse_to_run("stream_in")
+    raise refuse_to_run("stream_in")
 
 
 @torch.library.custom_op("fxskip::stream_out", mutates_args=())
 def stream_out(value: torch.Tensor, index: int) -> torch.Tensor:
     """Marks the value that leaves as stream number `index`; only for 0 is `value` the real one."""
-    raise _refuse_to_run("stream_out")
+    raise refuse_to_run("stream_out")
 
 
 @stream_in.register_fake
@@ -186,11 +187,10 @@ def is_add(node: fx.Node) -> bool:
 def mutated_base(node: fx.Node) -> fx.Node | None:
     """The node whose storage this one writes in place, or None."""
     name = op_name(node)
-    in_place = (
-        name.endswith("_") and not name.endswith("__")
-        if node.op == "call_method"
-        else name in _IN_PLACE_FUNCTIONS
-    )
+    if isinstance(out := node.kwargs.get("out"), fx.Node):
+        return out
+    named_so = name.endswith("_") and not name.endswith("__")
+    in_place = named_so or name in _IN_PLACE_FUNCTIONS or node.kwargs.get("inplace") is True
     base = node.args[0] if in_place and node.args else None
     return base if isinstance(base, fx.Node) else None
 
@@ -313,13 +313,16 @@ def show(graph: fx.Graph) -> str:
         if node.op == "output":
             lines.append(f"{position:>3}  return {_text(node.args[0])}")
             continue
-        call = (
-            "" if node.op == "placeholder" else f"{op_name(node)}({', '.join(_text(a) for a in node.args)})"
-        )
+        call = "" if node.op == "placeholder" else f"{op_name(node)}({_arguments(node)})"
         about = info(node)
         tail = "" if about is None else f"{about.role} {about.write} {about.kind} {about.addend}".rstrip()
         lines.append(f"{position:>3}  {node.name:<12} {call:<40} {tail}".rstrip())
     return "\n".join(lines)
+
+
+def _arguments(node: fx.Node) -> str:
+    named = (f"{name}={_text(arg)}" for name, arg in node.kwargs.items())
+    return ", ".join([*map(_text, node.args), *named])
 
 
 def _text(arg: Any) -> str:

@@ -32,7 +32,7 @@ def plays_config(tokenizer: PreTrainedTokenizerBase) -> DeepseekV3Config:
         max_position_embeddings=512,
         tie_word_embeddings=True,
         # No extra layers that predict the token after next: this model is not for speculative decoding.
-        num_nextn_predict_layers=0,
+        num_mtp_layers=0,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

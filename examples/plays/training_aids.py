@@ -97,7 +97,7 @@ class MasterWeights:
             if not is_router(module):
                 for parameter in module.parameters(recurse=False):
                     parameter.data = parameter.data.to(dtype)
-        self.working = list(model.parameters())
+        self.working: list[Tensor] = list(model.parameters())
         self.named = dict(zip(names, self.masters, strict=True))
 
     def take_gradients(self) -> None:

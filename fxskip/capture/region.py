@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from fxskip.capture.eager_branches import eager_branches
 from fxskip.errors import CaptureError, FxskipError
-from fxskip.ir import stream_in, stream_out
+from fxskip.ir import refuse_to_run, stream_in, stream_out
 
 Streams = tuple[Tensor, ...]
 CompiledRegion = Callable[
@@ -64,6 +64,8 @@ def compile_region(
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Any, Streams]:
+        if not torch.compiler.is_dynamo_compiling():
+            raise refuse_to_run("region")
         marked = tuple([stream_in(stream, index) for index, stream in enumerate(streams)])
         out = base.forward(layer, marked[0], *args, **kwargs)
         others = tuple([stream_out(marked[-1], index) for index in range(1, n_outputs)])

@@ -110,6 +110,16 @@ class FxSkipModelMixin:
         if push_to_hub:
             self.push_to_hub(str(save_directory))  # type: ignore[attr-defined]
 
+    # transformers reads these two off the source text of a class's module, which for ours is this file. A wrong
+    # answer would load the model with a loop over experts, which cannot be captured.
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return cls.fxskip_base._can_set_experts_implementation()
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return cls.fxskip_base._can_set_attn_implementation()
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _bare_model, (self.fxskip_base,), vars(self).copy()
 

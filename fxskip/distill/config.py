@@ -72,6 +72,11 @@ class DistillConfig(Strict):
     )
     clip_norm: PositiveFloat = Field(1.0, description="largest norm of the whole gradient")
     seed: int = Field(0, ge=0, lt=2**32, description="of the order of the windows and of dropout")
+    deterministic: bool = Field(
+        True,
+        description="use only deterministic kernels where torch has them, so that a run repeated on the same "
+        "machine, or resumed, gives the same bits; false can be faster",
+    )
     chunk_tokens: PositiveInt = Field(1024, description="tokens whose logits exist at one time")
     eval_every: PositiveInt = Field(50, description="steps between evaluations, if there is eval_data")
     save_every: PositiveInt = Field(

@@ -42,8 +42,9 @@ def distill(
     teacher    the original, frozen and left as it is. None only for objective cross_entropy
     config     a DistillConfig, a mapping or a YAML file; None is the recipe specs/distill/fcsd.yaml
     out        folder for checkpoints, results.json and curves.png. If it holds this very run, the run goes on
-               from its last checkpoint and ends with the same bits as one that was never interrupted; a
-               finished one is only read. The folder of another run is refused
+               from its last checkpoint and ends with the same bits as one that was never interrupted (on the
+               same machine, with the same number of threads, and unless the recipe says deterministic: false);
+               a finished one is only read. The folder of another run is refused
     eval_data  as `data`; evaluated before the first step, every `eval_every` steps and after the last one
     progress   a bar on a terminal, about ten log lines on stderr elsewhere
 
@@ -66,7 +67,12 @@ def distill(
             return finished
     trainer = Trainer(recipe, parts, teacher_parts, windows, eval_windows, folder, reporter)
     models = [student] if teacher is None else [student, teacher]
-    with modes_restored(*models), own_random_state(parts.device, recipe.seed), reporter:
+    with (
+        modes_restored(*models),
+        own_random_state(parts.device, recipe.seed),
+        deterministic_kernels(recipe.deterministic),
+        reporter,
+    ):
         for model in models:
             model.eval()
         if folder is not None and folder.has_checkpoint:
@@ -117,6 +123,29 @@ def require_metric(config: DistillConfig, *, has_teacher: bool, has_eval_data: b
             f"early_stopping looks at {stopping.metric}, which needs a teacher",
             hint="give a teacher, or write metric: cross_entropy",
         )
+
+
+@contextmanager
+def deterministic_kernels(wanted: bool) -> Iterator[None]:
+    """Without them two threads that add up gradients of the same expert's tokens may do so in either order.
+
+    An operation that has no deterministic kernel warns and runs as it is. The caller's settings come back.
+    """
+    was_on, warned_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    if wanted:
+        torch.use_deterministic_algorithms(True, warn_only=not was_on or warned_only)
+        if not was_on:
+            # Filling every new tensor is a debugging aid that comes with the mode; it costs time.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on, warn_only=warned_only)
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -58,13 +58,17 @@ def summands(stream: fx.Node, applied: Chain = ()) -> Terms:
 
 def _operation(node: fx.Node, operand: fx.Node) -> str:
     """An operation without its operand: two that read alike do the same."""
-    arguments = ", ".join("_" if a is operand else str(a) for a in node.args)
-    return f"{op_name(node)}({arguments})"
+    arguments = ["_" if a is operand else str(a) for a in node.args]
+    arguments += [f"{name}={a}" for name, a in node.kwargs.items()]
+    return f"{op_name(node)}({', '.join(arguments)})"
 
 
 def _expected(graph: fx.Graph, wiring: RegionWiring, lacks: Variant, after: int) -> Terms:
     """What the stream after write `after` consists of when it lacks `lacks`."""
-    incoming = wiring.inputs.index(frozenset(pair for pair in lacks if pair[0] <= 0))
+    earlier = frozenset(pair for pair in lacks if pair[0] <= 0)
+    if earlier not in wiring.inputs:
+        raise _defect(f"the wiring reads a stream without {sorted(earlier)}, and none such enters the region")
+    incoming = wiring.inputs.index(earlier)
     expected: Terms = Counter({(stream_inputs(graph)[incoming].name, ()): 1})
     for node in graph.nodes:
         about = info(node)

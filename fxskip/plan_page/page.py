@@ -110,10 +110,12 @@ def _refused(plan: Plan) -> Iterator[ET.Element]:
 def _table(plan: Plan) -> ET.Element:
     names = ("Layer", "Sub-block", "Reads", "Can run beside its communication", "Parameters", "MFLOP a token")
     rows = [_row(plan, number, names) for number in range(len(plan.blocks))]
-    head = element("thead", element("tr", *(element("th", name, scope="col") for name in names)))
+    heads = [element("th", name, scope="col") for name in names]
+    for head in heads[-2:]:
+        head.set("class", "number")
     context = f"attention at {CONTEXT:,} tokens of causal context"
     caption = element("caption", f"FLOPs are counted from shapes, forward only, {context}.")
-    table = element("table", caption, head, element("tbody", *rows))
+    table = element("table", caption, element("thead", element("tr", *heads)), element("tbody", *rows))
     return element("section", element("h2", "Sub-blocks"), table)
 
 

@@ -208,9 +208,11 @@ def test_the_training_script_on_a_cpu(tmp_path, monkeypatch, capsys):
 
 
 def test_the_committed_model_predicts_held_out_text_as_recorded(tokenizer):
-    """Sixteen windows from all four held-out documents: their mean is within 0.25 of that of all 569.
+    """Sixteen windows from all four held-out documents.
 
-    0.25 is about three standard errors of a mean of sixteen windows; a model that lost a layer is 1 nat away.
+    Windows differ with a standard deviation of 0.38, so that the mean of sixteen lies within 0.29, three standard
+    errors, of the recorded mean of all 569. The same sixteen gave 3.7521 when the weights were committed:
+    float32 on another machine moves that by less than 0.005, another text or tokenizer by more.
     """
     model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
     record = json.loads(RESULTS.read_text())
@@ -220,4 +222,5 @@ def test_the_committed_model_predicts_held_out_text_as_recorded(tokenizer):
     assert sum(parameter.numel() for parameter in model.parameters()) == record["parameters"]
     assert 8e6 < (MODEL_DIR / "model.safetensors").stat().st_size < 16e6
     loss = cross_entropy(model, spread(windows, 16))
-    assert loss == pytest.approx(record["loss_of_saved_weights"]["held_out"], abs=0.25)
+    assert loss == pytest.approx(record["loss_of_saved_weights"]["held_out"], abs=0.29)
+    assert loss == pytest.approx(3.7521, abs=0.005)
