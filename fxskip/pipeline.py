@@ -1,9 +1,9 @@
 """What happens to a captured region, in order. Read this first.
 
-    model -> capture -> ANALYSIS -> connect(spec) -> REWIRING -> region that runs
+    model -> capture -> ANALYSIS -> connect(spec) -> REWIRING -> FINISHING -> region that runs
 
 A pass takes a graph and returns a copy; the input is left alone. `ANALYSIS` finds out what the region
-does, `REWIRING` changes it as the spec's wiring says.
+does, `REWIRING` changes it as the spec's wiring says, `FINISHING` makes it what runs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fxskip.passes.functionalise import functionalise
 from fxskip.passes.reroute import reroute
 from fxskip.passes.split_contributions import split_contributions
 from fxskip.passes.sub_blocks import sub_blocks
+from fxskip.passes.use_eager_kernels import use_eager_kernels
 from fxskip.passes.verify import verify
 from fxskip.wiring import RegionWiring
 
@@ -30,6 +31,7 @@ ANALYSIS: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     split_contributions,
 )
 REWIRING: tuple[Callable[[fx.Graph, RegionWiring], fx.Graph], ...] = (reroute, verify)
+FINISHING: tuple[Callable[[fx.Graph], fx.Graph], ...] = (remove_markers, use_eager_kernels)
 
 
 def analyse(graph: fx.Graph) -> fx.Graph:
@@ -45,7 +47,9 @@ def rewire(graph: fx.Graph, wiring: RegionWiring) -> fx.Graph:
     _require_planned_blocks(graph, wiring)
     for step in REWIRING:
         graph = step(graph, wiring)
-    return remove_markers(graph)
+    for finish in FINISHING:
+        graph = finish(graph)
+    return graph
 
 
 def _require_planned_blocks(graph: fx.Graph, wiring: RegionWiring) -> None:

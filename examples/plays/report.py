@@ -134,8 +134,8 @@ def figures_table(outcome: Outcome) -> ET.Element:
     ]
     caption = element(
         "caption",
-        "Three plays and a book that no model was trained on, cross-entropy and KL in nats a token. 'Same first choice' "
-        "is how often the model prefers the token that the original prefers.",
+        "Three plays and a book that no model was trained on; cross-entropy and KL in nats a token. 'Same first "
+        "choice' is how often the model prefers the token that the original prefers.",
     )
     return element("table", caption, element("thead", element("tr", *head)), element("tbody", *body))
 

@@ -30,7 +30,7 @@ class Yardstick:
         self.hidden_TD = [self._hidden(original, ids_BL) for ids_BL in self._progress("original")]
 
     def measure(self, model: PreTrainedModel, name: str) -> Figures:
-        """Cross-entropy of the text, KL(original || model), both in nats a token, and how often both prefer one token."""
+        """Cross-entropy of the text and KL(original || model) in nats a token, and how often both prefer one token."""
         sums = torch.zeros(3, dtype=torch.float64)
         for ids_BL, hidden_TD in zip(self._progress(name), self.hidden_TD, strict=True):
             ours_TD = hidden_TD if model is self.original else self._hidden(model, ids_BL)

@@ -131,10 +131,8 @@ def deterministic_kernels(wanted: bool) -> Iterator[None]:
 
     An operation that has no deterministic kernel warns and runs as it is. The caller's settings come back.
     """
-    was_on, warned_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    was_on = torch.are_deterministic_algorithms_enabled()
+    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     if wanted:
         torch.use_deterministic_algorithms(True, warn_only=not was_on or warned_only)

@@ -69,16 +69,28 @@ DAMAGES = {
     "kind_of_a_block": Damage(
         record(lambda r: r["blocks"][1].update(kind="dense")), "wiring", "give the wiring", "give the wiring"
     ),
-    "fewer_blocks": Damage(record(lambda r: r["blocks"].pop()), "wiring", "give the wiring", "give the wiring"),
+    "fewer_blocks": Damage(
+        record(lambda r: r["blocks"].pop()), "wiring", "give the wiring", "give the wiring"
+    ),
     "no_blocks": Damage(record(lambda r: r["blocks"].clear()), "record", "damaged", "damaged"),
-    "no_record": Damage(config(lambda c: c.pop("fxskip")), "record", "damaged or missing", "damaged or missing"),
+    "no_record": Damage(
+        config(lambda c: c.pop("fxskip")), "record", "damaged or missing", "damaged or missing"
+    ),
     "record_is_text": Damage(config(lambda c: c.update(fxskip="x")), "record", "damaged", "damaged"),
-    "number_of_layers": Damage(config(lambda c: c.update(num_hidden_layers=1)), "structure", "layers", "layers"),
+    "number_of_layers": Damage(
+        config(lambda c: c.update(num_hidden_layers=1)), "structure", "layers", "layers"
+    ),
     "width": Damage(
-        config(lambda c: c.update(intermediate_size=32)), "keys and shapes", "where the model has", "mismatched"
+        config(lambda c: c.update(intermediate_size=32)),
+        "keys and shapes",
+        "where the model has",
+        "mismatched",
     ),
     "unknown_model_type": Damage(
-        config(lambda c: c.update(model_type="fxskip_nonsense")), "model type", "fxskip_nonsense", "trust_remote_code"
+        config(lambda c: c.update(model_type="fxskip_nonsense")),
+        "model type",
+        "fxskip_nonsense",
+        "trust_remote_code",
     ),
     "stock_model_type": Damage(
         config(lambda c: c.update(model_type="mixtral")), "model type", "was edited", "pip install fxskip"
@@ -92,24 +104,41 @@ DAMAGES = {
         lambda folder: (folder / "modeling_fxskip.py").unlink(), "remote code", "is missing", None
     ),
     "remote_code_changed": Damage(
-        lambda folder: (folder / "modeling_fxskip.py").write_text("pass\n"), "remote code", "is not the file", None
+        lambda folder: (folder / "modeling_fxskip.py").write_text("pass\n"),
+        "remote code",
+        "is not the file",
+        None,
     ),
     "config_is_no_json": Damage(
-        lambda folder: (folder / "config.json").write_text("{"), "config", "cannot be read", "not a valid JSON"
+        lambda folder: (folder / "config.json").write_text("{"),
+        "config",
+        "cannot be read",
+        "not a valid JSON",
     ),
     "weights_missing": Damage(
-        lambda folder: (folder / "model.safetensors").unlink(), "weight files", "has neither", "model.safetensors"
+        lambda folder: (folder / "model.safetensors").unlink(),
+        "weight files",
+        "has neither",
+        "model.safetensors",
     ),
     "weights_cut_short": Damage(cut_short, "weight files", "damaged or cut short", "incomplete"),
     "tensor_missing": Damage(
         weights(lambda t: t.pop(ROUTER)), "keys and shapes", f"{ROUTER} is missing", "missing"
     ),
-    "expert_missing": Damage(weights(lambda t: t.pop(EXPERT)), "keys and shapes", f"{EXPERT} is missing", "conversion"),
+    "expert_missing": Damage(
+        weights(lambda t: t.pop(EXPERT)), "keys and shapes", f"{EXPERT} is missing", "conversion"
+    ),
     "tensor_left_over": Damage(
-        weights(lambda t: t.update(extra=torch.zeros(1))), "keys and shapes", "extra is unexpected", "unexpected"
+        weights(lambda t: t.update(extra=torch.zeros(1))),
+        "keys and shapes",
+        "extra is unexpected",
+        "unexpected",
     ),
     "shape": Damage(
-        weights(lambda t: t.update({ROUTER: torch.zeros(5, 64)})), "keys and shapes", r"is \[5, 64\] where", "mismatched"
+        weights(lambda t: t.update({ROUTER: torch.zeros(5, 64)})),
+        "keys and shapes",
+        r"is \[5, 64\] where",
+        "mismatched",
     ),
     "shard_of_another_save": Damage(
         lambda f: shutil.copy(f / "model.safetensors", f / "model-00001-of-00002.safetensors"),

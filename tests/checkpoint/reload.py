@@ -1,9 +1,9 @@
 """Load saved models in a process that has made none of them.
 
-    python -m tests.checkpoint.reload import FOLDER...      after `import fxskip`
-    python -m tests.checkpoint.reload remote FOLDER...      by trust_remote_code alone
+    python -m tests.checkpoint.reload import OUT FOLDER...      after `import fxskip`
+    python -m tests.checkpoint.reload remote OUT FOLDER...      by trust_remote_code alone
 
-Writes FOLDER/logits.safetensors and prints, a line a model, what it is.
+Writes the logits of one batch to OUT/<name of the folder>.safetensors and prints, a line a model, what it is.
 """
 
 import sys
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.zoo import batch
 
 
-def main(mode: str, folders: list[str]) -> None:
+def main(mode: str, out: Path, folders: list[Path]) -> None:
     torch.set_num_threads(1)
     if mode == "import":
         import fxskip  # noqa: F401
@@ -25,9 +25,9 @@ def main(mode: str, folders: list[str]) -> None:
         realign(model)
         with torch.no_grad():
             logits = model(**batch(padded=True)).logits
-        save_file({"logits": logits.contiguous()}, Path(folder) / "logits.safetensors")
-        fxskip_loaded = sys.modules["fxskip"]
-        print(type(model).__name__, fxskip_loaded.spec_of(model).name, model.dtype)
+        save_file({"logits": logits.contiguous()}, out / f"{folder.name}.safetensors")
+        # Loading has imported fxskip, whatever the mode.
+        print(type(model).__name__, sys.modules["fxskip"].spec_of(model).name, model.dtype)
 
 
 def realign(model: torch.nn.Module) -> None:
@@ -36,4 +36,4 @@ def realign(model: torch.nn.Module) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1], Path(sys.argv[2]), [Path(folder) for folder in sys.argv[3:]])

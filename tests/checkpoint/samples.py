@@ -28,9 +28,9 @@ def save_stock(folder: Path, model_type: str, *, layers: int = 2, **overrides: A
     return folder
 
 
-def rewired(stock: Path, spec: str = "farskip") -> PreTrainedModel:
+def rewired(stock: Path, spec: str = "farskip", **options: Any) -> PreTrainedModel:
     """The student of a saved original: loaded first, as a user would, because that is another path than building it."""
-    model = AutoModelForCausalLM.from_pretrained(stock)
+    model = AutoModelForCausalLM.from_pretrained(stock, **options)
     return fxskip.transform(model, spec, inplace=True).eval()
 
 

@@ -4,7 +4,6 @@ import json
 import shutil
 
 import pytest
-import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
@@ -21,7 +20,11 @@ def test_an_intact_student(saved):
     diagnosis = examine(saved, values=True)
     assert (diagnosis.kind, diagnosis.base_model_type, diagnosis.is_intact) == ("rewired", "mixtral", True)
     assert diagnosis.spec == fxskip.load_spec("farskip").to_dict()
-    assert diagnosis.saved_with["transformers"] == diagnosis.installed["transformers"] == transformers.__version__
+    assert (
+        diagnosis.saved_with["transformers"]
+        == diagnosis.installed["transformers"]
+        == transformers.__version__
+    )
     assert set(status(diagnosis).values()) == {"ok"}
     assert len(diagnosis.checks) == 12
     assert str(diagnosis).startswith(f"{saved}: mixtral, rewired by the spec 'farskip', intact")
@@ -108,10 +111,3 @@ def test_shards_that_are_not_those_of_the_index(student, tmp_path):
     shards[0].write_bytes(second)
     shards[1].write_bytes(first)
     assert "in model.safetensors.index.json, really" in str(examine(folder))
-
-
-def test_weights_stay_on_disk(student, tmp_path, monkeypatch):
-    """No tensor is read, which is what makes the doctor quick for a model of any size."""
-    student.save_pretrained(tmp_path / "large")
-    monkeypatch.setattr(torch.Tensor, "flatten", lambda *_: pytest.fail("a tensor was read"))
-    assert examine(tmp_path / "large").is_intact

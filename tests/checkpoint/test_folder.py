@@ -31,9 +31,9 @@ def test_keys_are_those_of_the_original_in_memory_and_on_disk(stock, student, sa
 
 
 def test_a_model_that_was_never_on_disk_is_saved_with_the_keys_of_the_original(stock, saved, tmp_path):
-    AutoModelForCausalLM.from_config(
-        AutoModelForCausalLM.from_pretrained(saved).config
-    ).save_pretrained(tmp_path / "built")
+    AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(saved).config).save_pretrained(
+        tmp_path / "built"
+    )
     assert stored_keys(tmp_path / "built") == stored_keys(stock)
 
 
@@ -105,10 +105,13 @@ def test_config_can_be_shown_copied_and_pickled(student):
         assert twin.to_json_string() == config.to_json_string()
 
 
-def test_the_spec_travels_inside(saved, student):
+def test_the_spec_travels_inside(saved):
     loaded = AutoModelForCausalLM.from_pretrained(saved)
     assert fxskip.spec_of(loaded) == fxskip.load_spec("farskip")
-    assert str(fxskip.explain(loaded)) == str(fxskip.explain(student))
+    record = json.loads((saved / "config.json").read_text())["fxskip"]
+    assert (
+        fxskip.explain(loaded).wiring_hash == record["wiring_hash"]
+    )  # the layers, captured anew, are wired like that
 
 
 def test_a_link_to_a_folder_stays_a_link(student, saved, tmp_path):

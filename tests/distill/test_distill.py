@@ -10,6 +10,7 @@ from fxskip.errors import FxskipError
 from tests.distill.tiny import differing, perturbed_copy, teacher_model, weights, windows
 
 SHORT = {"steps": 30, "learning_rate": 5e-3, "eval_every": 10}
+CONTROL = {"objective": "cross_entropy", "hidden_weight": 0}
 
 
 @pytest.fixture(scope="module")
@@ -119,13 +120,26 @@ def test_equals_a_loop_written_from_the_recipe(teacher, objective):
 
 def test_the_cross_entropy_control_learns_text_and_needs_no_teacher(teacher):
     text = (torch.arange(16)[None, :] + torch.arange(12)[:, None]) % 7
-    config = SHORT | {"objective": "cross_entropy", "hidden_weight": 0}
+    config = SHORT | CONTROL
     result = distill(
         perturbed_copy(teacher), text, teacher=None, config=config, eval_data=text, progress=False
     )
     first, last = result.evaluations[0].metrics, result.evaluations[-1].metrics
     assert last.cross_entropy < 0.5 * first.cross_entropy
     assert last.kl is None
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_kernels_are_deterministic_while_it_trains_if_the_recipe_says_so(teacher, wanted):
+    # With several threads a run is otherwise not repeatable, let alone resumable: experts add up in any order.
+    student = perturbed_copy(teacher)
+    seen = set()
+    student.model.register_forward_hook(lambda *_: seen.add(torch.are_deterministic_algorithms_enabled()))
+    config = SHORT | {"steps": 1, "deterministic": wanted}
+    distill(student, windows(), teacher=None, config=config | CONTROL, progress=False)
+    assert seen == {False, wanted}  # False: the look at the model before the run
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from fxskip.distill import distill
 from fxskip.loss import dense_kl, hidden_kl
-from tests.distill.tiny import perturbed_copy, teacher_model, weights, windows
 from tests.loss.formulas import Case
 from tests.loss.test_baselines import BY_NAME, FORMS, LargestTensor
 
@@ -50,24 +48,6 @@ def test_no_tensor_of_tokens_by_vocabulary_and_no_float32_copy_of_a_bfloat16_wei
     assert spy.elements <= 1024 * 66  # the teacher's weight, transposed
     peak = torch.cuda.max_memory_allocated() - before
     assert peak < 1024 * 64 * 4  # less than one float32 copy of a weight
-
-
-def test_distil_on_a_gpu_leaves_its_random_state_and_resumes(tmp_path):
-    teacher = teacher_model(attention_dropout=0.3).cuda()
-    config = {"steps": 4, "save_every": 2, "learning_rate": 2e-3}
-    state = torch.cuda.get_rng_state()
-    results = []
-    for out in (None, tmp_path):
-        student = perturbed_copy(teacher_model(attention_dropout=0.3)).cuda()
-        results.append(distill(student, windows(), teacher=teacher, config=config, out=out, progress=False))
-    assert torch.equal(state, torch.cuda.get_rng_state())
-    losses = [[point.loss for point in result.curve] for result in results]
-    torch.testing.assert_close(*losses)
-    again = perturbed_copy(teacher_model(attention_dropout=0.3)).cuda()
-    distill(again, windows(), teacher=teacher, config=config, out=tmp_path, progress=False)
-    assert all(
-        torch.equal(a, b) for a, b in zip(weights(again).values(), weights(student).values(), strict=True)
-    )
 
 
 def test_the_dense_form_is_exact_too_where_student_and_teacher_agree():

@@ -32,7 +32,7 @@ class Pair:
     """A student, and what it and the original compute."""
 
     def __init__(self) -> None:
-        model = tiny("qwen2_moe")
+        model = tiny("mixtral")
         self.model: PreTrainedModel = model
         self.student: PreTrainedModel = fxskip.transform(model, FARSKIP.spec)
         self.right, self.stock = logits(FARSKIP.reference(model)), logits(model)
@@ -73,7 +73,7 @@ def test_without_dynamo_a_student_refuses(pair: Pair, off: Any, captured: bool) 
     torch._dynamo.reset()
     if captured:
         assert torch.equal(logits(pair.student), pair.right)
-    with off(), pytest.raises(fxskip.PassError, match=r"without having been captured[\s\S]*TorchDynamo is off"):
+    with off(), pytest.raises(fxskip.PassError, match="TorchDynamo is off"):
         logits(pair.student)
     assert torch.equal(logits(pair.student), pair.right)
 
@@ -94,12 +94,14 @@ except fxskip.PassError as error:
     print("call:", error)
 try:
     fxskip.transform(tiny("mixtral"), "farskip")
-except fxskip.CaptureError as error:
+except fxskip.FxskipError as error:
     print("transform:", error)
 """
 
 
-@pytest.mark.parametrize("variable", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
+@pytest.mark.parametrize(
+    "variable", ["TORCHDYNAMO_DISABLE", pytest.param("TORCH_COMPILE_DISABLE", marks=pytest.mark.slow)]
+)
 def test_in_a_process_without_dynamo(pair: Pair, tmp_path: Path, variable: str) -> None:
     file = tmp_path / "student.pickle"
     file.write_bytes(pickle.dumps(pair.student))
@@ -112,10 +114,10 @@ def test_in_a_process_without_dynamo(pair: Pair, tmp_path: Path, variable: str) 
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "call: stream_in: a region of a transformed model ran without having been captured" in done.stdout
-    transform = done.stdout.partition("transform:")[2]
-    assert "TorchDynamo is off" in transform
-    assert variable in transform
+    call, transform = done.stdout.split("transform:")
+    for message in (call, transform):
+        assert "TorchDynamo is off" in message
+        assert variable in message
 
 
 # --- somebody else's compiler --------------------------------------------------------------------
@@ -147,7 +149,14 @@ def compiled_layer(student: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "compute", [compiled_model, compiled_function, compiled_as_one_graph, compiled_in_place, compiled_layer]
+    "compute",
+    [
+        compiled_model,
+        compiled_as_one_graph,
+        pytest.param(compiled_function, marks=pytest.mark.slow),
+        pytest.param(compiled_in_place, marks=pytest.mark.slow),
+        pytest.param(compiled_layer, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_inside_torch_compile(pair: Pair, compute: Callable[[nn.Module], Tensor]) -> None:
@@ -178,7 +187,7 @@ def test_reentrant_checkpointing_is_refused(options: dict[str, bool]) -> None:
     student = fxskip.transform(tiny("mixtral", layers=2), FARSKIP.spec).train()
     student.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
-    with pytest.raises(fxskip.PassError, match=r"use_reentrant[\s\S]*\{\"use_reentrant\": False\}"):
+    with pytest.raises(fxskip.PassError, match=r"reentrant[\s\S]*\{\"use_reentrant\": False\}"):
         student(**batch()).loss.backward()
 
 
@@ -192,7 +201,7 @@ def test_checkpointing_of_another_kind_is_refused() -> None:
 
     for layer in student.model.layers:
         layer._gradient_checkpointing_func = reentrant
-    with pytest.raises(fxskip.PassError, match="use_reentrant"):
+    with pytest.raises(fxskip.PassError, match="reentrant"):
         student(**batch()).loss.backward()
 
 

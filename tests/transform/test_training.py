@@ -80,7 +80,7 @@ def test_train_and_eval_switch_dropout() -> None:
 
 
 def test_optimizer_steps_follow_the_reference() -> None:
-    _, student, reference = trio(tiny("deepseek_v3", layers=2))
+    _, student, reference = trio(tiny("deepseek_v3", layers=2, first_k_dense_replace=0))
     losses: list[list[float]] = []
     for model in (student, reference):
         model.train()
