@@ -14,7 +14,7 @@ from typing import Annotated, cast
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator
 
 from fxskip.layer_selection import Layers, parse_layers
-from fxskip.strict_model import Strict, did_you_mean, problem, problems
+from fxskip.strict_model import Strict, as_tuple, did_you_mean, problem, problems
 from fxskip.strict_yaml import Place, shown
 
 BLOCK_WORDS = ("attention", "moe", "dense", "mixer", "all")
@@ -46,16 +46,6 @@ def _parse_addend(written: object) -> Addend:
             f"{shown(written)}: the number must be 1 to 9999 (1 is the write just before the block)"
         )
     return Addend(name, int(back))
-
-
-def as_tuple(written: object) -> object:
-    """A list becomes a tuple, which nobody can change later. A single value lacks its brackets."""
-    if isinstance(written, list):
-        return tuple(written)
-    if isinstance(written, tuple):
-        return written
-    example = f"; write [{written}]" if isinstance(written, str) else ""
-    raise problem(f"expected a list, found {shown(written)}{example}")
 
 
 def _drops_each_once(addends: tuple[Addend, ...]) -> tuple[Addend, ...]:

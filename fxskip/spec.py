@@ -31,8 +31,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, mod
 from fxskip import strict_yaml
 from fxskip.errors import Problem, SpecError
 from fxskip.layer_selection import Layers
-from fxskip.rule import Addend, Rule, as_tuple
-from fxskip.strict_model import Strict, did_you_mean, problem, problems, validate
+from fxskip.rule import Addend, Rule
+from fxskip.strict_model import Strict, as_tuple, did_you_mean, problem, problems, validate
 from fxskip.strict_yaml import Document, Place, shown
 
 __all__ = [

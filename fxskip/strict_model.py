@@ -36,6 +36,16 @@ def problems(found: Sequence[tuple[Place, str]]) -> PydanticCustomError:
     return PydanticCustomError("fxskip", "; ".join(text for _, text in found), {"problems": list(found)})
 
 
+def as_tuple(written: object) -> object:
+    """A list becomes a tuple, which nobody can change later. A single value lacks its brackets."""
+    if isinstance(written, list):
+        return tuple(written)
+    if isinstance(written, tuple):
+        return written
+    example = f"; write [{written}]" if isinstance(written, str) else ""
+    raise problem(f"expected a list, found {shown(written)}{example}")
+
+
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """'did you mean X?', or the list of what is known when nothing is close."""
     names = list(known)
@@ -103,6 +113,8 @@ def _message(model: type[Strict], detail: ErrorDetails, more_keys: Sequence[str]
             return f"found {found}; must be {context['ge']} or more"
         case "less_than_equal":
             return f"found {found}; must be {context['le']} or less"
+        case "value_error":  # a rule about several fields says all that is needed
+            return str(detail["msg"]).removeprefix("Value error, ")
         case "int_parsing_size":  # more digits than pydantic reads
             return f"found {found}; too large"
         case _:

@@ -174,7 +174,15 @@ def adopt(model: PreTrainedModel, record: WiringRecord) -> None:
 
 def wire(model: Any, record: WiringRecord) -> None:
     """Install the wiring of `record` in the decoder layers of `model`."""
-    install(decoder_layers(model)[1], record.wiring().regions)
+    layers, regions = decoder_layers(model)[1], record.wiring().regions
+    if len(layers) != len(regions):
+        raise CheckpointError(
+            "checkpoint",
+            f"the entry 'fxskip' wires {len(regions)} layers, and the model has {len(layers)}",
+            where="config.json",
+            hint="restore config.json from a copy, or convert the original model again",
+        )
+    install(layers, regions)
 
 
 def base_class(model: PreTrainedModel) -> type[PreTrainedModel]:

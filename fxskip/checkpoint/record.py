@@ -53,6 +53,8 @@ class WiringRecord:
             blocks = tuple(
                 SubBlock(**{**block, "addends": tuple(block["addends"])}) for block in data["blocks"]
             )
+            if not blocks:
+                raise ValueError("it lists no sub-blocks")
             return cls(dict(data["spec"]), blocks, str(data["wiring_hash"]), dict(data["versions"]))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(

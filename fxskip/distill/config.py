@@ -1,30 +1,15 @@
 """The recipe of a distillation: a YAML file, its schema, and nothing that runs a model."""
 
-import difflib
-import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from fxskip.errors import SpecError
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+from fxskip import strict_yaml
+from fxskip.strict_model import Strict, as_tuple, validate
+from fxskip.strict_yaml import Document
 
 
 class EarlyStopping(Strict):
@@ -62,7 +47,9 @@ class DistillConfig(Strict):
     steps: PositiveInt = Field(150, description="optimizer steps")
     batch_size: PositiveInt = Field(4, description="windows a step")
     learning_rate: NonNegativeFloat = Field(6e-4, description="of AdamW, at its peak")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="of AdamW, each at least 0 and below 1")
+    betas: Annotated[tuple[float, float], BeforeValidator(as_tuple)] = Field(
+        (0.9, 0.95), description="of AdamW, each at least 0 and below 1"
+    )
     weight_decay: NonNegativeFloat = Field(0.0, description="of AdamW, on all trained parameters")
     warmup_fraction: float = Field(
         0.1,
@@ -116,85 +103,9 @@ def load_config(source: ConfigSource) -> DistillConfig:
     if isinstance(source, DistillConfig):
         return source
     if isinstance(source, Mapping):
-        return validated(dict(source), "config", None)
+        return validate(DistillConfig, Document("config", dict(source)))
     if not isinstance(source, str | PathLike):
         raise TypeError(
             f"config is a {type(source).__name__}; give a DistillConfig, a mapping or a YAML file"
         )
-    path = Path(source)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SpecError(
-            str(path), f"cannot be read: {error.strerror}", hint="the path of a YAML file"
-        ) from None
-    try:
-        tree = yaml.compose(text, Loader=RecipeLoader)
-        values = yaml.load(text, Loader=RecipeLoader)
-    except yaml.YAMLError as error:
-        raise SpecError(
-            str(path), f"is not YAML: {error}", hint="compare with specs/distill/fcsd.yaml"
-        ) from None
-    if not isinstance(values, dict):
-        raise SpecError(
-            str(path), "holds no keys", hint="one `key: value` a line, as in specs/distill/fcsd.yaml"
-        )
-    return validated(values, str(path), tree)
-
-
-class RecipeLoader(yaml.SafeLoader):
-    """Reads 6e-4 as a number. YAML 1.1 wants 6.0e-4 and takes anything shorter for text."""
-
-
-RecipeLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
-def validated(values: dict[str, Any], source: str, tree: yaml.Node | None) -> DistillConfig:
-    try:
-        # Through JSON, where strict mode takes a list for a tuple and still takes no text for a number.
-        return DistillConfig.model_validate_json(json.dumps(values, default=unreadable))
-    except ValidationError as error:
-        problems = [
-            (line_of(tree, p["loc"]), ".".join(map(str, p["loc"])) or "recipe", describe(p))
-            for p in error.errors(include_url=False)
-        ]
-        raise SpecError(source, problems) from None
-
-
-def unreadable(value: Any) -> str:
-    return f"<{type(value).__name__}>"
-
-
-def describe(problem: Mapping[str, Any]) -> str:
-    """One problem in the user's terms: what was found and what would be right."""
-    name = str(problem["loc"][-1]) if problem["loc"] else ""
-    if problem["type"] == "extra_forbidden":
-        parent = EarlyStopping if len(problem["loc"]) > 1 else DistillConfig
-        close = difflib.get_close_matches(name, parent.model_fields, n=1)
-        return "unknown key; " + (
-            f"did you mean {close[0]!r}?" if close else f"keys: {', '.join(parent.model_fields)}"
-        )
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    if problem["type"] == "value_error":
-        return message
-    return f"{problem['input']!r}: {message[0].lower()}{message[1:]}"
-
-
-def line_of(node: yaml.Node | None, location: Sequence[str | int]) -> int | None:
-    """Line of the deepest part of `location` that the file has; None when the values are not from a file."""
-    if node is None:
-        return None
-    line = int(node.start_mark.line) + 1
-    for part in location:
-        if isinstance(node, yaml.MappingNode):
-            pairs = [(key, value) for key, value in node.value if key.value == part]
-            if not pairs:
-                return line
-            key, node = pairs[0]
-            line = int(key.start_mark.line) + 1
-        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
-            node = node.value[part]
-            line = int(node.start_mark.line) + 1
-    return line
+    return validate(DistillConfig, strict_yaml.read(Path(source)))

@@ -41,7 +41,7 @@ def block_costs(graph: fx.Graph, write: int, *, bytes_per_element: int) -> Costs
     experts = _chosen(routing[-1]) if routing else 0
     return Costs(
         parameters=_parameters(nodes),
-        flops_per_token=sum(_flops(n, length) for n in nodes) / tokens,
+        flops_per_token=sum(_flops(n) for n in nodes) / tokens,
         experts_per_token=experts,
         exchange_bytes_per_token=experts * width * bytes_per_element,
     )
@@ -68,7 +68,7 @@ def _parameters(nodes: list[fx.Node]) -> int:
     )
 
 
-def _flops(node: fx.Node, length: int) -> float:
+def _flops(node: fx.Node) -> float:
     name = op_name(node)
     tensors = [value(a) for a in node.args if isinstance(a, fx.Node) and is_tensor(a)]
     if name == "linear":

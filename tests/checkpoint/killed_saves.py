@@ -2,7 +2,7 @@
 
     python -m tests.checkpoint.killed_saves STOCK OLD ROOT
 
-Saves a student of STOCK over copies of the folder OLD, in ROOT/1/out, ROOT/2/out, ..., and dies at the first, second, ...
+Saves a student of STOCK over copies of the folder OLD, in ROOT/1/out, ROOT/2/out, ..., and dies at the 1st, 2nd, ...
 event. Then saves once undisturbed, into ROOT/whole/out, and over what the last kill left. Prints the number of kills.
 """
 

@@ -29,18 +29,18 @@ def test_all_problems_are_reported_with_their_lines(tmp_path):
     found = {(p.line, p.location): p.message for p in error.value.problems}
     assert found.keys() == {(1, "steps"), (3, "warm_up_fraction"), (5, "early_stopping.patience")}
     assert found[3, "warm_up_fraction"] == "unknown key; did you mean 'warmup_fraction'?"
-    assert found[1, "steps"].startswith("1.5: ")
+    assert found[1, "steps"].endswith("found 1.5")
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"steps": "150"}, "'150'"),
+        ({"steps": "150"}, "found '150'"),
         ({"learning_rate": float("nan")}, "finite"),
         ({"betas": [0.9, 1.0]}, "below 1"),
         ({"objective": "cross_entropy"}, "write hidden_weight: 0"),
         ({"objective": "cross_entropy", "hidden_weight": 0, "temperature": 2.0}, "only objective kl has one"),
-        ({"objective": "reverse_kl"}, "'kl' or 'cross_entropy'"),
+        ({"objective": "reverse_kl"}, "expected kl or cross_entropy"),
     ],
     ids=str,
 )
@@ -50,13 +50,13 @@ def test_a_bad_value_is_explained(values, message):
 
 
 def test_files_that_are_no_recipe(tmp_path):
-    with pytest.raises(SpecError, match="cannot be read"):
+    with pytest.raises(SpecError, match="no such file"):
         load_config(tmp_path / "absent.yaml")
     (tmp_path / "list.yaml").write_text("- steps\n")
-    with pytest.raises(SpecError, match="holds no keys"):
+    with pytest.raises(SpecError, match="found a list"):
         load_config(tmp_path / "list.yaml")
     (tmp_path / "broken.yaml").write_text("steps: [\n")
-    with pytest.raises(SpecError, match="is not YAML"):
+    with pytest.raises(SpecError, match="line 2"):
         load_config(tmp_path / "broken.yaml")
 
 

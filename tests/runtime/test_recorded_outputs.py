@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fxskip
-from fxskip.runtime.recorded_outputs import traceable_recording
+from fxskip.runtime.recorded_outputs import _active_collector, traceable_recording
 from tests.transform.wirings import FARSKIP
 from tests.zoo import batch, tiny
 
@@ -29,7 +29,7 @@ def call(model: nn.Module, **wanted: bool) -> Any:
     ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "llama4_text", "qwen2_moe"))],
 )
 def test_an_identity_student_records_what_the_original_does(model_type: str) -> None:
-    model = tiny(model_type)
+    model = tiny(model_type, layers=2)
     model.set_attn_implementation("eager")  # no other one returns attentions
     student = fxskip.transform(model, "identity")
     call(student)  # captured without recording first
@@ -45,18 +45,10 @@ def test_an_identity_student_records_what_the_original_does(model_type: str) -> 
         for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             assert torch.equal(one, other), f"{name}[{number}]"
 
-
-def test_ordinary_calls_afterwards_record_nothing() -> None:
-    model = tiny("mixtral")
-    model.set_attn_implementation("eager")
-    student = fxskip.transform(model, "identity")
-    call(student, **options("mixtral"))
-
-    plain = call(student)
+    plain = call(student)  # records nothing, and nothing piles up
     assert torch.equal(plain.logits, call(model).logits)
     assert all(plain.get(name) is None for name in ("hidden_states", "attentions", "router_logits"))
-    # And once more with recording: nothing has piled up in between.
-    assert len(call(student, **options("mixtral")).attentions) == 3
+    assert len(call(student, **options(model_type)).attentions) == layers
 
 
 def test_the_recorded_hidden_states_are_the_full_stream() -> None:
@@ -75,7 +67,7 @@ def test_the_recorded_hidden_states_are_the_full_stream() -> None:
 
 
 def test_recorded_router_logits_give_the_auxiliary_loss() -> None:
-    model = tiny("mixtral").train()
+    model = tiny("mixtral", layers=2).train()
     student = fxskip.transform(model, "identity")
     losses = []
     for one in (student, model):
@@ -87,10 +79,10 @@ def test_recorded_router_logits_give_the_auxiliary_loss() -> None:
         assert torch.equal(ours.grad, theirs.grad), name
 
 
-def test_recording_is_switched_back_after_an_error() -> None:
-    model = tiny("mixtral")
-    student = fxskip.transform(model, "identity")
+@pytest.mark.skipif(_active_collector is None, reason="this transformers has no switch")
+def test_the_switch_is_put_back_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), traceable_recording():
+        assert _active_collector.compiling
         raise ZeroDivisionError
-    got = call(student, output_hidden_states=True).hidden_states
-    assert all(torch.equal(one, other) for one, other in zip(got, call(model, output_hidden_states=True).hidden_states))
+    assert not _active_collector.compiling
+    assert _active_collector.global_var is None
