@@ -1,7 +1,5 @@
 """Questions about captured graphs; the graphs are captured from the few lines that stand beside the question."""
 
-import operator
-
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -32,7 +30,7 @@ from fxskip.ir import (
     writes,
 )
 from fxskip.pipeline import analyse
-from tests.passes.graphs import FARSKIP, capture, experts, lacks, moe_layer, node, norm, run, shared, stream
+from tests.passes.graphs import capture, moe_layer, node, norm, run, stream
 
 
 def names(nodes: object) -> set[str]:

@@ -59,7 +59,9 @@ def test_analyse_annotates_and_rewire_gives_what_runs() -> None:
 
 def test_two_layers_pass_both_streams_on() -> None:
     """x and y through two layers: y is what the second attention reads."""
-    first = RegionWiring((BlockWiring("attention", ("attention",), FULL), FARSKIP.blocks[1]), (FULL,), FARSKIP.outputs)
+    first = RegionWiring(
+        (BlockWiring("attention", ("attention",), FULL), FARSKIP.blocks[1]), (FULL,), FARSKIP.outputs
+    )
     second = RegionWiring(FARSKIP.blocks, FARSKIP.inputs, (FULL,))
 
     x0 = stream()

@@ -81,7 +81,9 @@ def test_ladder_lacks_the_write_just_before_each_block() -> None:
 
 def test_all_two_writes_back() -> None:
     """A stream can lack a write in the middle: here each block sees the write just before it, not the one before."""
-    first, second, third = wire(model(*[[ATTENTION, MOE]] * 3), {"blocks": "all", "without": ["all@2"]}).regions
+    first, second, third = wire(
+        model(*[[ATTENTION, MOE]] * 3), {"blocks": "all", "without": ["all@2"]}
+    ).regions
     last_attention, last_moe = lacks((-1, "attention")), lacks((0, "routed"), (0, "shared"))
 
     assert reads(first) == [FULL, FULL]
@@ -230,7 +232,9 @@ def test_a_layer_out_of_range(layers: Any) -> None:
 
 def test_addends_that_cannot_be_told_apart_can_be_dropped_together() -> None:
     blocks = model([ATTENTION, BARE_MOE], [ATTENTION, BARE_MOE])
-    blocks[1] = replace(blocks[1], inseparable="their sum 'add_3' goes through rms_norm before it reaches the stream")
+    blocks[1] = replace(
+        blocks[1], inseparable="their sum 'add_3' goes through rms_norm before it reaches the stream"
+    )
     message = refusal(blocks, ATTENTION_RULE)
 
     assert "routed@1 for the attention block of layer 1" in message

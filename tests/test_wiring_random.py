@@ -45,9 +45,8 @@ def cases(draw: st.DrawFn) -> tuple[list[SubBlock], list[dict[str, Any]]]:
     for kind in draw(st.lists(st.sampled_from(["attention", "dense", "moe"]), min_size=1, unique=True)):
         chosen = sorted(draw(numbers))
         rules.append({"blocks": kind, "layers": chosen, "without": draw(withouts)})
-        if rest := sorted(set(range(len(layers))) - set(chosen)):
-            if draw(st.booleans()):
-                rules.append({"blocks": kind, "layers": rest, "without": draw(withouts)})
+        if (rest := sorted(set(range(len(layers))) - set(chosen))) and draw(st.booleans()):
+            rules.append({"blocks": kind, "layers": rest, "without": draw(withouts)})
     return blocks, rules
 
 

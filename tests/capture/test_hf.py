@@ -7,7 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxskip.capture.hf import capture_layers, decoder_layers, layer_class, meta_twin, require_own_class_forward
+from fxskip.capture.hf import (
+    capture_layers,
+    decoder_layers,
+    layer_class,
+    meta_twin,
+    require_own_class_forward,
+)
 from fxskip.capture.region import capture_count
 from fxskip.errors import CaptureError
 from fxskip.ir import stream_inputs, stream_outputs
@@ -77,7 +83,9 @@ def test_a_number_of_layers_that_the_model_does_not_have() -> None:
 def test_a_model_that_changes_the_stream_between_layers() -> None:
     model = tiny("mixtral")
     model.model.layers[0].register_forward_hook(lambda module, args, out: out * 2.0)
-    with pytest.raises(CaptureError, match="the input of decoder layer 1 is not the output of the layer before it"):
+    with pytest.raises(
+        CaptureError, match="the input of decoder layer 1 is not the output of the layer before it"
+    ):
         capture_layers(model)
 
 

@@ -135,9 +135,10 @@ def test_any_other_graph_break_is_a_capture_error(region: CompiledRegion) -> Non
 
 
 def test_an_error_of_the_layer_itself_is_the_cause(region: CompiledRegion) -> None:
-    with pytest.raises(CaptureError, match="module linear") as caught:
+    """A stream of the wrong width: the message names the module, the cause says what is wrong."""
+    with pytest.raises(CaptureError, match="capture of Block: [\\s\\S]*module linear") as caught:
         call(region, Block(), torch.randn(2, 3, 5))
-    assert "mat2" in str(caught.value.__cause__)
+    assert "linear" in str(caught.value.__cause__)
 
 
 def test_an_error_of_a_pass_arrives_as_it_is() -> None:

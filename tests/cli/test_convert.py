@@ -38,14 +38,7 @@ def test_the_student_has_the_weights_and_the_tokenizer_of_the_original(original,
     assert set(after) == {*before, "modeling_fxskip.py"}
 
 
-def test_it_reports_the_plan(capsys, original, tmp_path):
-    assert run("convert", original, "farskip", tmp_path / "out", "--json") == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)["wiring_hash"] == examine_hash(tmp_path / "out")
-    assert f"saved: {tmp_path / 'out'}" in err
-
-
-def examine_hash(folder):
+def saved_hash(folder):
     return json.loads((folder / "config.json").read_text())["fxskip"]["wiring_hash"]
 
 
@@ -77,7 +70,10 @@ def test_out_with_something_else_needs_overwrite(capsys, original, tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     refused(capsys, 4, "is not a rewired model", original, "farskip", tmp_path)
     assert tree(tmp_path) == {"thesis.txt": b"years of work"}
-    assert run("convert", original, "farskip", tmp_path, "--overwrite") == 0
+    assert run("convert", original, "farskip", tmp_path, "--overwrite", "--json") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["wiring_hash"] == saved_hash(tmp_path)
+    assert err.endswith(f"saved: {tmp_path}\n")
     assert examine(tmp_path).is_intact
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
@@ -131,7 +127,7 @@ def test_killed_while_it_writes(original, converted, tmp_path):
     assert process.wait() == -signal.SIGKILL
 
     assert examine(out).is_intact
-    assert tree(out) == tree(converted) or examine_hash(out) != examine_hash(converted)
+    assert tree(out) == tree(converted) or saved_hash(out) != saved_hash(converted)
     assert run("convert", original, "ladder", out) == 0
     assert examine(out, values=True).is_intact
     assert examine(out).spec == fxskip.load_spec("ladder").to_dict()

@@ -1,10 +1,11 @@
 """fxskip eval"""
 
 import json
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.cli.command import run
@@ -117,3 +118,15 @@ def test_model_without_tokenizer(capsys, original, text, tmp_path):
         (tmp_path / name).write_bytes((original / name).read_bytes())
     assert run("eval", tmp_path, "--data", text) == 4
     assert "has no tokenizer" in capsys.readouterr().err
+
+
+def test_what_is_done_to_weights_is_said(capsys, original, text, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(original, model)
+    tensors = load_file(model / "model.safetensors") | {"extra": torch.zeros(1)}
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.bfloat16)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    assert run("eval", model, "--data", text) == 0
+    err = capsys.readouterr().err
+    assert "stored as BF16, F32; the type in config.json is used" in err
+    assert "not used: extra" in err

@@ -30,7 +30,9 @@ def test_every_node_of_a_sub_block_carries_its_kind() -> None:
     text = show(before)
     after = classify(before)
 
-    assert show(after) == """\
+    assert (
+        show(after)
+        == """\
   0  l_streams_0_
   1  stream_in_default stream_in(l_streams_0_, 0)               input 0
   2  n            sin(stream_in_default)                   compute 1 attention
@@ -45,6 +47,7 @@ def test_every_node_of_a_sub_block_carries_its_kind() -> None:
  11  out          add(r, both)                             residual 2 moe
  12  stream_out_default stream_out(out, 0)                       output 0
  13  return (stream_out_default)"""
+    )
     assert show(before) == text
 
 
@@ -141,6 +144,8 @@ def test_attention_and_experts_in_one_sub_block() -> None:
         a = attention(h)
         return x + (a + experts(h))
 
-    with pytest.raises(PassError, match="attention and routed experts are added to the stream as one sub-block") as e:
+    with pytest.raises(
+        PassError, match="attention and routed experts are added to the stream as one sub-block"
+    ) as e:
         classify(find_stream(capture(parallel)))
     assert "'a' in the decoder layer, 'topk' in the decoder layer" in str(e.value)

@@ -26,7 +26,9 @@ def test_every_write_and_the_block_before_it() -> None:
     text = show(before)
     after = find_stream(before)
 
-    assert show(after) == """\
+    assert (
+        show(after)
+        == """\
   0  l_streams_0_
   1  stream_in_default stream_in(l_streams_0_, 0)               input 0
   2  n            sin(stream_in_default)                   compute 1
@@ -41,6 +43,7 @@ def test_every_write_and_the_block_before_it() -> None:
  11  out          add(r, both)                             residual 2
  12  stream_out_default stream_out(out, 0)                       output 0
  13  return (stream_out_default)"""
+    )
     assert show(before) == text
 
 

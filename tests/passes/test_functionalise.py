@@ -29,7 +29,9 @@ def test_in_place_additions_become_ordinary_ones() -> None:
     text = show(before)
     after = functionalise(before)
 
-    assert show(after) == """\
+    assert (
+        show(after)
+        == """\
   0  l_streams_0_
   1  stream_in_default stream_in(l_streams_0_, 0)
   2  n            sin(stream_in_default)
@@ -45,6 +47,7 @@ def test_in_place_additions_become_ordinary_ones() -> None:
  12  add__1       add(x, rest_1)
  13  stream_out_default stream_out(add__1, 0)
  14  return (stream_out_default)"""
+    )
     assert show(before) == text
 
 

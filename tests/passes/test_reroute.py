@@ -40,7 +40,9 @@ def test_farskip() -> None:
     text = show(before)
     after = reroute(before, FARSKIP)
 
-    assert show(after) == """\
+    assert (
+        show(after)
+        == """\
   0  l_streams_0_
   1  l_streams_1_
   2  stream_in_default stream_in(l_streams_0_, 0)               input 0
@@ -59,6 +61,7 @@ def test_farskip() -> None:
  15  stream_out_default stream_out(add, 1)                       output 0
  16  stream_out_default_1 stream_out(out, 0)                       output 0
  17  return (stream_out_default_1, stream_out_default)"""
+    )
     assert show(before) == text
 
 

@@ -37,7 +37,9 @@ def test_a_sum_and_its_addends() -> None:
     text = show(before)
     after = split_contributions(before)
 
-    assert show(after) == """\
+    assert (
+        show(after)
+        == """\
   0  l_streams_0_
   1  stream_in_default stream_in(l_streams_0_, 0)               input 0
   2  n            sin(stream_in_default)                   compute 1 attention
@@ -52,6 +54,7 @@ def test_a_sum_and_its_addends() -> None:
  11  out          add(r, both)                             residual 2 moe
  12  stream_out_default stream_out(out, 0)                       output 0
  13  return (stream_out_default)"""
+    )
     assert show(before) == text
 
 
@@ -187,7 +190,14 @@ def scattered_into_shared(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "body",
-    [no_shared, norm_around_the_sum, dropout_around_the_sum, rounded_sum, integer_cast, scattered_into_shared],
+    [
+        no_shared,
+        norm_around_the_sum,
+        dropout_around_the_sum,
+        rounded_sum,
+        integer_cast,
+        scattered_into_shared,
+    ],
 )
 def test_what_cannot_be_taken_apart_is_one_routed_addend(body: Body) -> None:
     """f(a + b) is not f(a) + f(b) for a norm, dropout or rounding, and in memory the sum is the only value."""

@@ -40,7 +40,9 @@ def test_the_right_graph(right: fx.Graph) -> None:
     """The mutants below name its nodes."""
     text = show(right)
     assert verify(right, FARSKIP) is right
-    assert text == """\
+    assert (
+        text
+        == """\
   0  l_streams_0_
   1  l_streams_1_
   2  stream_in_default stream_in(l_streams_0_, 0)               input 0
@@ -63,6 +65,7 @@ def test_the_right_graph(right: fx.Graph) -> None:
  19  stream_out_default stream_out(add, 1)                       output 0
  20  stream_out_default_1 stream_out(out, 0)                       output 0
  21  return (stream_out_default_1, stream_out_default)"""
+    )
     assert show(right) == text
 
 
@@ -181,7 +184,9 @@ def test_the_message_names_reader_found_and_expected(right: fx.Graph) -> None:
     mutant = copy_graph(right)
     MUTANTS["the MoE reads what it must not see"](mutant)
 
-    with pytest.raises(PassError, match="sub-block 2.*'r' = .*a.*stream_in_default, but the spec gives it stream_in"):
+    with pytest.raises(
+        PassError, match="sub-block 2.*'r' = .*a.*stream_in_default, but the spec gives it stream_in"
+    ):
         verify(mutant, FARSKIP)
 
 

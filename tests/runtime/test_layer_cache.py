@@ -54,7 +54,10 @@ def test_a_layer_sees_its_part_of_the_cache(make: Any) -> None:
 
 def test_other_arguments_are_handed_on_untouched() -> None:
     mask = torch.ones(2, 3)
-    assert layer_caches({"attention_mask": mask, "use_cache": True}, 0) == {"attention_mask": mask, "use_cache": True}
+    assert layer_caches({"attention_mask": mask, "use_cache": True}, 0) == {
+        "attention_mask": mask,
+        "use_cache": True,
+    }
 
 
 class CountingCache(DynamicCache):

@@ -26,7 +26,10 @@ def call(model: nn.Module, **wanted: bool) -> Any:
 
 @pytest.mark.parametrize(
     "model_type",
-    ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "llama4_text", "qwen2_moe"))],
+    [
+        "mixtral",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "llama4_text", "qwen2_moe")),
+    ],
 )
 def test_an_identity_student_records_what_the_original_does(model_type: str) -> None:
     model = tiny(model_type, layers=2)

@@ -43,7 +43,9 @@ def pair() -> Pair:
     return Pair()
 
 
-def assert_right_or_refused(pair: Pair, compute: Callable[[], Tensor], refusals: tuple[type[Exception], ...]) -> None:
+def assert_right_or_refused(
+    pair: Pair, compute: Callable[[], Tensor], refusals: tuple[type[Exception], ...]
+) -> None:
     try:
         got = compute()
     except refusals:
@@ -59,7 +61,10 @@ def test_without_dynamo_a_student_refuses(pair: Pair, captured: bool) -> None:
     torch._dynamo.reset()
     if captured:
         assert torch.equal(logits(pair.student), pair.right)
-    with torch.compiler.set_stance("force_eager"), pytest.raises(fxskip.PassError, match="TorchDynamo is off"):
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(fxskip.PassError, match="TorchDynamo is off"),
+    ):
         logits(pair.student)
     assert torch.equal(logits(pair.student), pair.right)
 
@@ -168,6 +173,7 @@ def test_exported(pair: Pair) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*use_reentrant parameter should be passed:UserWarning")
 @pytest.mark.parametrize("options", [{"use_reentrant": True}, {}, {"preserve_rng_state": False}], ids=str)
 def test_reentrant_checkpointing_is_refused(options: dict[str, bool]) -> None:
     """It sees no tensors inside a tuple, and is what torch does where `use_reentrant` is not given."""

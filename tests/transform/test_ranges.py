@@ -43,7 +43,7 @@ def test_a_range_with_shared_experts_and_a_dense_layer_trains_like_the_reference
         3: Without(attention=FARSKIP.without.attention),
     }
 
-    assert_same_training(student, rewired(model, rules), batch(padded=True), gradient_tolerance=1e-6)
+    assert_same_training(student, rewired(model, rules), batch(padded=True))
 
 
 def test_the_first_converted_layer_may_start_from_the_full_stream() -> None:
