@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.zoo import tiny  # noqa: E402 - the tiny models live with the tests
 
-TYPES = "deepseek_v2 deepseek_v3 qwen2_moe qwen3_moe mixtral olmoe glm4_moe llama4_text".split()
+TYPES = ["deepseek_v2", "deepseek_v3", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "glm4_moe", "llama4_text"]
 BATCH, LENGTH = 4, 256
 
 

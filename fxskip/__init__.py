@@ -17,7 +17,7 @@ from fxskip.errors import (
     ScheduleError,
     SpecError,
 )
-from fxskip.plan import Plan
+from fxskip.planning import Plan
 from fxskip.spec import Spec, load_spec
 from fxskip.version import __version__
 

@@ -19,7 +19,7 @@ from fxskip.errors import CheckpointError, PassError
 from fxskip.ir import with_streams
 from fxskip.passes.sub_blocks import sub_blocks
 from fxskip.pipeline import analyse, rewire
-from fxskip.plan import Plan, make_plan
+from fxskip.planning import Plan, make_plan
 from fxskip.schedule.costs import Costs, block_costs
 from fxskip.spec import Spec, load_spec
 from fxskip.wiring import ModelWiring, SubBlock, connect

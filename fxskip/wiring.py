@@ -73,7 +73,7 @@ class Connection:
     rule: int | None
     """Index of the rule in the spec's `connect`; None where no rule selects the block."""
     note: str = ""
-    """Why the rule changed nothing here, where it did not."""
+    """Why the rule, or a part of it, changes nothing here."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _connection(blocks: Sequence[SubBlock], index: int, number: int | None, rule
                 f"{addend}: that write is {other.kind} in layer {other.layer} and has no such addend"
             )
         lacks |= {(source + 1, name) for name in names}
-    return Connection(block, write, tuple(sorted(lacks)), number, "" if lacks else "; ".join(notes))
+    return Connection(block, write, tuple(sorted(lacks)), number, "; ".join(notes))
 
 
 def _require_an_effect(

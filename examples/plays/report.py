@@ -18,8 +18,7 @@ from yardstick import Figures
 
 from fxskip.distill import DistillConfig, Result
 from fxskip.distill.result import hardware, versions
-from fxskip.plan import Plan
-from fxskip.plan_page import document, element, legend, wiring_section
+from fxskip.planning import Plan, document, element, legend, wiring_section
 
 NAMES = {
     "original": "original",

@@ -100,7 +100,10 @@ def compile_region(
 
 def _capture_error(layer: nn.Module, error: Exception) -> CaptureError:
     text = str(error)
-    reason = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    reason = (
+        ": ".join(filter(None, (_first_line(text), _first_line(str(error.__cause__ or "")))))
+        or type(error).__name__
+    )
     found = f"the layer cannot be captured as one graph: {reason}"
     hint = "rewrite the part named in the full message above so that torch.compile(fullgraph=True) accepts it"
     if any(sign in text for sign in ("nonzero", "data-dependent", "Data-dependent", "Dynamic", ".item()")):
@@ -112,6 +115,10 @@ def _capture_error(layer: nn.Module, error: Exception) -> CaptureError:
     return CaptureError(
         f"capture of {type(layer).__name__}", found, where=_module_of(layer, text) or frame, hint=hint
     )
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
 def _module_of(layer: nn.Module, text: str) -> str | None:

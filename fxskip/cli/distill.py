@@ -84,7 +84,9 @@ def recipe_file(config: str) -> Path:
     presets = {path.stem: path for path in sorted((specs_folder() / "distill").glob("*.yaml"))}
     file = presets.get(config, Path(config))
     if not file.is_file():
-        raise SpecError("--config", f"no recipe {config!r}", hint=f"a YAML file, or one of {', '.join(presets)}")
+        raise SpecError(
+            "--config", f"no recipe {config!r}", hint=f"a YAML file, or one of {', '.join(presets)}"
+        )
     return file
 
 

@@ -21,7 +21,7 @@ def sub_blocks(graph: fx.Graph, *, layer: int, layer_path: str) -> list[SubBlock
         assert about is not None
         nodes = list(block_nodes(graph, write.number))
         names = addends(graph, write.number)
-        reason = inseparable_reason(graph, write) if about.kind == "moe" and "shared" not in names else ""
+        reason = inseparable_reason(graph, write) if about.kind == "moe" else ""
         path = ".".join(part for part in (layer_path, _module(nodes)) if part)
         found.append(SubBlock(layer, about.kind, path, names, reason))
     return found

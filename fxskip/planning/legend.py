@@ -5,7 +5,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping
 
-from fxskip.plan_page.markup import element
+from fxskip.planning.markup import element
 
 SIGNS = {
     "Thick line": "the residual stream; a plus is where an output is added to it",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxskip.plan import Plan, PlannedBlock
+from fxskip.planning.plan import Plan, PlannedBlock
 
 KINDS = {"moe": "MoE", "dense": "dense MLP"}
 ADDENDS = {"routed": "routed experts", "shared": "shared experts"}

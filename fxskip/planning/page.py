@@ -5,11 +5,11 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 
-from fxskip.plan import Plan, PlannedBlock
-from fxskip.plan_page.legend import SIGNS, TERMS, legend
-from fxskip.plan_page.markup import document, element
-from fxskip.plan_page.picture import pictures
-from fxskip.plan_page.words import kind, short_path, span, unseen
+from fxskip.planning.legend import SIGNS, TERMS, legend
+from fxskip.planning.markup import document, element
+from fxskip.planning.picture import pictures
+from fxskip.planning.plan import Plan, PlannedBlock
+from fxskip.planning.words import kind, short_path, span, unseen
 from fxskip.schedule.costs import CONTEXT
 
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from fxskip.plan import Plan, PlannedBlock
-from fxskip.plan_page.fold import Fold
-from fxskip.plan_page.words import back, span, unseen
+from fxskip.planning.fold import Fold
+from fxskip.planning.plan import Plan, PlannedBlock
+from fxskip.planning.words import back, span, unseen
 
 STREAM_X = 24.0
 FIRST_COLUMN = 10.0

@@ -1,12 +1,12 @@
-"""Which layers the picture draws: of layers that repeat, only as many as the arrows reach back over."""
+"""Which layers the text and the picture show: of layers that repeat, only as many as the arrows reach back over."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from fxskip.plan import Plan
-from fxskip.plan_page.words import back
+from fxskip.planning.plan import Plan
+from fxskip.planning.words import back
 
 LONGEST_PERIOD = 8
 """Layers in one repeating pattern, at most: hybrid models alternate over two to eight layers."""

@@ -7,9 +7,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from fxskip.plan import Plan, make_plan
-from fxskip.plan_page import page, pictures
-from fxskip.plan_page.fold import fold
+from fxskip.planning import Plan, make_plan, page, pictures
+from fxskip.planning.fold import fold
 from fxskip.schedule.costs import Costs
 from fxskip.spec import load_spec
 from fxskip.wiring import SubBlock, connect

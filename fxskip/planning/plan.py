@@ -1,4 +1,4 @@
-"""What a spec does to a model, sub-block by sub-block: text, JSON and a web page."""
+"""The plan: what a spec does to a model, sub-block by sub-block."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 from fxskip.schedule.costs import CONTEXT, Costs
 from fxskip.wiring import Connection, ModelWiring, SubBlock
@@ -47,7 +44,7 @@ class PlannedBlock:
     rule: int | None
     """Index in `connect` of the rule that selects it."""
     refused: str | None
-    """Why nothing changes here, although a rule selects the block; None where it applies or no rule does."""
+    """Why the rule that selects it, or a part of that rule, changes nothing here; None where all of it applies."""
     costs: Costs
     window: Window
 
@@ -69,10 +66,9 @@ class Plan:
         return sum(bool(block.without) for block in self.blocks)
 
     def __str__(self) -> str:
-        console = Console(width=140, color_system=None, force_terminal=False)
-        with console.capture() as capture:
-            console.print(self._table())
-        return self._title() + "\n" + capture.get().rstrip() + "\n" + self._legend()
+        from fxskip.planning.text import text  # it imports Plan
+
+        return text(self)
 
     def to_json(self) -> str:
         """All of it as JSON text."""
@@ -82,45 +78,11 @@ class Plan:
 
     def to_html(self, path: str | PathLike[str]) -> Path:
         """Write a self-contained page with the table and pictures of the wiring before and after."""
-        from fxskip.plan_page import page  # the page imports Plan
+        from fxskip.planning.page import page  # it imports Plan
 
         target = Path(path)
         target.write_text(page(self), encoding="utf-8")
         return target
-
-    def _title(self) -> str:
-        return (
-            f"{self.model} under {self.spec}: {self.rewired} of {len(self.blocks)} sub-blocks rewired, "
-            f"{self.streams} stream{'s' if self.streams > 1 else ''} between layers, wiring {self.wiring_hash[:12]}"
-        )
-
-    def _table(self) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="")
-        for name in ("layer", "kind", "module"):
-            table.add_column(name)
-        table.add_column("reads", max_width=44)
-        for name in ("params", "MFLOP/token"):
-            table.add_column(name, justify="right")
-        table.add_column("can run beside its communication", max_width=46)
-        for block in self.blocks:
-            reads = f"{block.reads} ({block.refused})" if block.refused else block.reads
-            table.add_row(
-                str(block.layer),
-                block.kind,
-                block.path,
-                reads,
-                f"{block.costs.parameters / 1e6:.2f} M",
-                f"{block.costs.flops_per_token / 1e6:.2f}",
-                _window_text(block.window),
-            )
-        return table
-
-    def _legend(self) -> str:
-        return (
-            f"FLOPs are counted from shapes, forward only, attention at {CONTEXT} tokens of causal context; "
-            "nothing was timed.\n"
-            "dispatch/combine: what may run while the block's tokens travel to the experts and back."
-        )
 
 
 def make_plan(
@@ -136,7 +98,7 @@ def make_plan(
             reads=_reads(c, blocks),
             without=tuple(f"{addend}@{c.write - write}" for write, addend in c.lacks),
             rule=c.rule,
-            refused=c.note if c.rule is not None and not c.lacks else None,
+            refused=c.note or None if c.rule is not None else None,
             costs=costs[i],
             window=_window(wiring.connections, i, costs),
         )
@@ -184,19 +146,3 @@ def _sees_travelling(reader: Connection, writer: Connection) -> bool:
     addends = writer.block.addends
     travelling = ("routed",) if "routed" in addends else addends
     return any((writer.write, addend) not in reader.lacks for addend in travelling)
-
-
-def _window_text(window: Window) -> str:
-    parts = []
-    if window.dispatch_under:
-        parts.append(f"dispatch: {', '.join(map(_short, window.dispatch_under))}")
-    if window.combine_under:
-        parts.append(f"combine: {', '.join(map(_short, window.combine_under))}")
-    return "; ".join(parts) or "-"
-
-
-def _short(path: str) -> str:
-    """`model.layers.3.mlp` as `3.mlp`."""
-    pieces = path.split(".")
-    start = next((i for i, piece in enumerate(pieces) if piece.isdigit()), 0)
-    return ".".join(pieces[start:])

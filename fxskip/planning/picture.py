@@ -5,9 +5,8 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 
-from fxskip.plan import Plan
-from fxskip.plan_page.fold import fold
-from fxskip.plan_page.layout import (
+from fxskip.planning.fold import fold
+from fxskip.planning.layout import (
     BOX_WIDTH,
     NOTE_AT,
     NOTE_STEP,
@@ -21,8 +20,9 @@ from fxskip.plan_page.layout import (
     layout_after,
     layout_before,
 )
-from fxskip.plan_page.markup import element
-from fxskip.plan_page.words import kind, module_name
+from fxskip.planning.markup import element
+from fxskip.planning.plan import Plan
+from fxskip.planning.words import kind, module_name
 
 CORNER = 6.0
 

@@ -1,0 +1,20 @@
+"""What a spec does to a model: the plan, and its forms as text, JSON and a self-contained web page."""
+
+from fxskip.planning.legend import legend
+from fxskip.planning.markup import document, element
+from fxskip.planning.page import page, wiring_section
+from fxskip.planning.picture import pictures
+from fxskip.planning.plan import Plan, PlannedBlock, Window, make_plan
+
+__all__ = [
+    "Plan",
+    "PlannedBlock",
+    "Window",
+    "document",
+    "element",
+    "legend",
+    "make_plan",
+    "page",
+    "pictures",
+    "wiring_section",
+]
