@@ -25,7 +25,7 @@ NAMES = {
     "rewired": "rewired, untrained",
     "distilled": "rewired, distilled",
 }
-COLUMNS = ("", "cross-entropy", "KL to the original", "same first choice", "CE gap closed", "KL gap closed")
+COLUMNS = ("", "cross-entropy", "KL to the original", "top-1 agreement", "CE gap closed", "KL gap closed")
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ def figures_table(outcome: Outcome) -> ET.Element:
     ]
     caption = element(
         "caption",
-        "Three plays and a book that no model was trained on; cross-entropy and KL in nats a token. 'Same first "
-        "choice' is how often the model prefers the token that the original prefers.",
+        "Three plays and a book that no model was trained on; cross-entropy and KL in nats a token. Top-1 agreement "
+        "is how often the model prefers the token that the original prefers.",
     )
     return element("table", caption, element("thead", element("tr", *head)), element("tbody", *body))
 

@@ -77,7 +77,7 @@ def _window(window: Window, *, sends_tokens: bool) -> str:
 
 def _legend() -> str:
     return (
-        f"FLOPs are counted from shapes, forward only, attention at {CONTEXT} tokens of causal context, nothing timed.\n"
+        f"FLOPs are counted from shapes, forward only, attention at {CONTEXT} tokens of causal context; not timed.\n"
         "dispatch, combine: a MoE block's tokens on their way to the experts and back, under expert parallelism;\n"
         "all-reduce: the end of a block under tensor parallelism. Named is what does not have to wait for it."
     )

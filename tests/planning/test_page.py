@@ -3,7 +3,6 @@
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 
@@ -12,6 +11,7 @@ from fxskip.planning.fold import fold
 from fxskip.schedule.costs import Costs
 from fxskip.spec import load_spec
 from fxskip.wiring import SubBlock, connect
+from tests.strict_html import StrictHtml
 
 DENSE, EXPERTS, NO_SHARED = ("dense",), ("routed", "shared"), ("routed",)
 DEEPSEEK = (DENSE, *[EXPERTS] * 5)
@@ -45,36 +45,10 @@ def plan(spec: str, outputs: Sequence[tuple[str, ...]] = DEEPSEEK) -> Plan:
     )
 
 
-class Strict(HTMLParser):
-    """Collects a page; raises where a tag is closed that was not the last one opened."""
-
-    VOID = ("meta",)
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.starts: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[tuple[str, str]] = []
-        self.feed(html)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.starts.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.texts.append((self.open[-1] if self.open else "", data))
-
-
 @pytest.mark.parametrize("spec", ["farskip", "identity", "far-back"])
 def test_the_page_is_well_formed_needs_nothing_else_and_has_every_sub_block(spec):
     html = page(plan(spec))
-    parsed = Strict(html)
+    parsed = StrictHtml(html)
     assert dict(parsed.starts)["html"] == {"lang": "en"}
     assert [text for tag, text in parsed.texts if tag == "h1"] == [f"{spec} on TinyForCausalLM"]
     fetching = {"src", "href", "xlink:href", "srcset", "data", "action", "background"}
@@ -85,7 +59,7 @@ def test_the_page_is_well_formed_needs_nothing_else_and_has_every_sub_block(spec
 
 
 def test_pictures_are_named_and_described_for_those_who_cannot_see_them():
-    parsed = Strict(page(plan("farskip")))
+    parsed = StrictHtml(page(plan("farskip")))
     texts = {a["id"]: parsed.starts.index((tag, a)) for tag, a in parsed.starts if "id" in a}
     for tag, attributes in parsed.starts:
         if tag == "svg":
@@ -99,7 +73,7 @@ def test_names_of_models_specs_and_modules_are_escaped():
     harmless = plan("farskip")
     blocks = tuple(replace(b, path=f"{b.path}<b>&", refused=evil) for b in harmless.blocks)
     html = page(replace(harmless, model=evil, spec=evil, blocks=blocks))
-    parsed = Strict(html)
+    parsed = StrictHtml(html)
     assert "<script" not in html and "<b>" not in html
     assert not {"script", "b"} & {tag for tag, _ in parsed.starts}
     assert (f"{evil} on {evil}") in [text for tag, text in parsed.texts if tag == "h1"]
