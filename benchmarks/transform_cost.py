@@ -28,7 +28,16 @@ sys.path.insert(0, str(ROOT))
 
 from tests.zoo import tiny  # noqa: E402 - the tiny models live with the tests
 
-TYPES = ["deepseek_v2", "deepseek_v3", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "glm4_moe", "llama4_text"]
+TYPES = [
+    "deepseek_v2",
+    "deepseek_v3",
+    "qwen2_moe",
+    "qwen3_moe",
+    "mixtral",
+    "olmoe",
+    "glm4_moe",
+    "llama4_text",
+]
 BATCH, LENGTH = 4, 256
 
 
@@ -61,7 +70,9 @@ def step_ratio(device: str, dtype: torch.dtype, pairs: int) -> dict[str, Any]:
         step(student, ids)
     samples = [(step(model, ids), step(student, ids)) for _ in range(pairs)]
     return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name()
+        if device == "cuda"
+        else platform.processor() or platform.machine(),
         "dtype": str(dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "batch": [BATCH, LENGTH],
@@ -85,7 +96,9 @@ def step(model: PreTrainedModel, ids: torch.Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--threads", type=int, default=2, help="threads of one CPU operation")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of steps")
