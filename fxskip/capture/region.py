@@ -17,6 +17,7 @@ import torch.fx.experimental._config
 from torch import Tensor, fx, nn
 
 from fxskip.capture.eager_branches import eager_branches
+from fxskip.capture.recorded_outputs import traceable_recording
 from fxskip.errors import CaptureError, FxskipError
 from fxskip.ir import refuse_to_run, stream_in, stream_out
 
@@ -85,7 +86,12 @@ def compile_region(
     compiled = torch.compile(region, backend=backend, fullgraph=True, dynamic=True)
 
     def run(*arguments: Any) -> tuple[Any, Streams]:
-        with torch._dynamo.config.patch(_DYNAMO), _SHAPES.patch(use_duck_shape=False), eager_branches():
+        with (
+            torch._dynamo.config.patch(_DYNAMO),
+            _SHAPES.patch(use_duck_shape=False),
+            eager_branches(),
+            traceable_recording(),
+        ):
             try:
                 return compiled(*arguments)
             except torch._dynamo.exc.BackendCompilerFailed as error:

@@ -25,6 +25,7 @@ from fxskip.ir import (
     info,
     stream_inputs,
     stream_outputs,
+    value,
     writes,
 )
 from fxskip.wiring import FULL, RegionWiring, Variant
@@ -151,5 +152,10 @@ class _Variants:
 
         with self.graph.inserting_before(write.result):
             copy = self.graph.node_copy(node, replace)
-        # A view's arguments can come from the original operand (its size); values agree, so they stay.
+        # A view's arguments can come from the original operand (its size); values agree, so they stay. The type
+        # can differ: under autocast an addend may be narrower than the sum that it is part of.
+        operand = next(part for part in parts.values() if part is not None)
+        before = next(iter(parts))
+        if value(node).dtype == value(before).dtype != value(operand).dtype:
+            copy.meta["example_value"] = value(node).to(value(operand).dtype)
         return copy

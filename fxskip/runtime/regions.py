@@ -18,7 +18,6 @@ from fxskip.capture.region import CompiledRegion, Streams, compile_region
 from fxskip.errors import CaptureError, PassError
 from fxskip.pipeline import rewire
 from fxskip.runtime.layer_cache import layer_caches
-from fxskip.runtime.recorded_outputs import traceable_recording
 from fxskip.wiring import RegionWiring
 
 
@@ -44,8 +43,7 @@ class Region(nn.Module):
         region = _compiled(self.fxskip_wiring)
         own = layer_caches(kwargs, self.fxskip_layer)
         try:
-            with traceable_recording():
-                out, others = region(self, self.fxskip_base, streams, args, own)
+            out, others = region(self, self.fxskip_base, streams, args, own)
         except (CaptureError, PassError) as error:
             raise error.within(f"decoder layer {self.fxskip_layer}") from error.__cause__
         if not others:

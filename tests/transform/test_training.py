@@ -105,6 +105,22 @@ def test_frozen_parameters_get_no_gradient() -> None:
     assert not any("mlp" in name for name in outcome(student, batch()).gradients)
 
 
+def test_autocast() -> None:
+    """In qwen2_moe the routed and the shared addend then differ in dtype, and the stream stays in fp32."""
+    _, student, reference = trio(tiny("qwen2_moe", layers=2))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_training(student, reference, batch(padded=True))
+
+
+def test_the_auxiliary_loss_of_the_router() -> None:
+    """Transformers records router logits with hooks inside the layers, here from the first call on."""
+    model = tiny("mixtral", layers=2, output_router_logits=True, router_aux_loss_coef=0.1)
+    student, reference = fxskip.transform(model, FARSKIP.spec), FARSKIP.reference(model)
+
+    assert_same_training(student, reference, batch(padded=True))
+    assert student(**batch()).aux_loss.item() == reference(**batch()).aux_loss.item() > 0
+
+
 def test_tied_embeddings_stay_tied() -> None:
     _, student, reference = trio(tiny("qwen2_moe", layers=2, tie_word_embeddings=True))
     assert student.lm_head.weight is student.model.embed_tokens.weight

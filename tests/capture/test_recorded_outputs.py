@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fxskip
-from fxskip.runtime.recorded_outputs import _active_collector, traceable_recording
+from fxskip.capture.recorded_outputs import _active_collector, traceable_recording
 from tests.transform.wirings import FARSKIP
 from tests.zoo import batch, tiny
 
