@@ -54,7 +54,7 @@ def transform(
     """
     loaded = load_spec(spec)
     _refuse_missing_stages(loaded, example_inputs, mesh)
-    analysis = _analyse_stock(model)
+    analysis = _analyse_stock("transform", model)
     wiring = analysis.connect(loaded)
     analysis.try_out(wiring)
     student = model if inplace else copy.deepcopy(model)
@@ -68,7 +68,9 @@ def plan(model: nn.Module | PreTrainedConfig, spec: SpecSource) -> Plan:
     Raises what `transform` raises for the spec and the architecture; stages that do not exist yet are no error.
     """
     loaded = load_spec(spec)
-    analysis = _analyse_stock(_without_weights(model) if isinstance(model, PreTrainedConfig) else model)
+    analysis = _analyse_stock(
+        "plan", _without_weights(model) if isinstance(model, PreTrainedConfig) else model
+    )
     return analysis.plan(loaded, analysis.connect(loaded))
 
 
@@ -77,7 +79,7 @@ def explain(student: nn.Module) -> Plan:
 
     Raises PassError for a model that is not rewired, CheckpointError where its layers are not wired as recorded.
     """
-    record = _require_record(student)
+    record = _require_record("explain", student)
     analysis = _Analysis.of(cast(PreTrainedModel, student))
     spec = load_spec(record.spec)
     wiring = analysis.connect(spec)
@@ -94,7 +96,7 @@ def explain(student: nn.Module) -> Plan:
 
 def spec_of(student: nn.Module) -> Spec:
     """The spec that a rewired model was made with. Raises PassError for any other model."""
-    return load_spec(_require_record(student).spec)
+    return load_spec(_require_record("spec_of", student).spec)
 
 
 def is_transformed(model: object) -> bool:
@@ -108,8 +110,7 @@ class _Analysis:
 
     model: str
     graphs: tuple[fx.Graph, ...]
-    """The analysed graph of each layer; layers of one kind share one."""
-    raw: tuple[fx.Graph, ...]
+    """The captured graph of each layer; layers of one kind share one."""
     blocks: tuple[SubBlock, ...]
     costs: tuple[Costs, ...]
 
@@ -134,28 +135,25 @@ class _Analysis:
                 block_costs(graph, i, bytes_per_element=bytes_per_element) for i in range(1, len(found) + 1)
             ]
         _require_experts(model, blocks)
-        graphs = tuple(analysed[id(c.graph)] for c in captured)
-        return cls(
-            base_class(model).__name__, graphs, tuple(c.graph for c in captured), tuple(blocks), tuple(costs)
-        )
+        return cls(base_class(model).__name__, tuple(c.graph for c in captured), tuple(blocks), tuple(costs))
 
     def connect(self, spec: Spec) -> ModelWiring:
         return connect(spec, self.blocks)
 
     def try_out(self, wiring: ModelWiring) -> None:
         """Rewire each kind of layer once, so that a defect shows now and not at the first forward."""
-        for graph, region in dict.fromkeys(zip(self.raw, wiring.regions, strict=True)):
+        for graph, region in dict.fromkeys(zip(self.graphs, wiring.regions, strict=True)):
             rewire(with_streams(graph, len(region.inputs), len(region.outputs)), region)
 
     def plan(self, spec: Spec, wiring: ModelWiring) -> Plan:
         return make_plan(self.model, spec.name or "an unnamed spec", wiring, self.blocks, self.costs)
 
 
-def _analyse_stock(model: nn.Module) -> _Analysis:
+def _analyse_stock(who: str, model: nn.Module) -> _Analysis:
     if is_transformed(model):
         raise PassError(
-            "transform",
-            f"this model is rewired already, by the spec {spec_of(model).name!r}",
+            who,
+            f"this model is rewired already, by the spec {spec_of(model).name or 'without a name'}",
             hint="transform the original model; fxskip.explain shows what was done to this one",
         )
     decoder_layers(model)  # refuses what is no language model of transformers
@@ -168,11 +166,11 @@ def _without_weights(config: PreTrainedConfig) -> nn.Module:
     return model
 
 
-def _require_record(student: nn.Module) -> WiringRecord:
+def _require_record(who: str, student: nn.Module) -> WiringRecord:
     record = record_of(student)
     if record is None:
         raise PassError(
-            "explain",
+            who,
             f"{type(student).__name__} was not rewired by fxskip",
             hint="student = fxskip.transform(model, spec), or load a saved one with AutoModelForCausalLM",
         )
@@ -193,12 +191,13 @@ def _require_experts(model: nn.Module, blocks: Sequence[SubBlock]) -> None:
 def _refuse_missing_stages(spec: Spec, example_inputs: tuple[Any, ...] | None, mesh: Any) -> None:
     """What the language can say and this version cannot do is refused, never ignored."""
     missing = []
-    axes = spec.parallel.model_dump(exclude_none=True) if spec.parallel else {}
-    missing += [
-        f"parallel.{axis}.size: {v['size']} (collectives)" for axis, v in axes.items() if v["size"] > 1
-    ]
-    if spec.schedule is not None and spec.schedule.overlap != "none":
-        missing.append(f"schedule.overlap: {spec.schedule.overlap} (the scheduler)")
+    axes = {"expert": spec.parallel.expert, "tensor": spec.parallel.tensor} if spec.parallel else {}
+    for axis, wish in axes.items():
+        if wish is not None and (wish.size > 1 or wish.model_fields_set != {"size"}):
+            missing.append(f"parallel.{axis} (collectives; size: 1 alone is one process)")
+    schedule = spec.schedule
+    if schedule is not None and (schedule.overlap, schedule.model_fields_set) != ("none", {"overlap"}):
+        missing.append("schedule (the scheduler; overlap: none alone schedules nothing)")
     if (runtime := spec.runtime) is not None:
         if runtime.recompute != "none":
             missing.append(f"runtime.recompute: {runtime.recompute} (recomputation)")

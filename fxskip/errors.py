@@ -2,9 +2,9 @@
 
 Every class builds its message from the same four parts, so that someone who has only the log can act:
 
-    reroute: connect.0 drops nothing: no attention in layers 0-1 has a routed addend 1 write before it
-      where  layers 0-1 follow dense layers; the first MoE layer is 1
-      hint   select layers "2-26", or drop whole writes with all@1
+    connect: connect.0 drops nothing: routed@1 is nothing that its blocks would see
+      where  layers 0-1; first: model.layers.0.self_attn: routed@1: no write that early; the embedding is not a write
+      hint   the model has attention in layers 0-26, moe in layers 1-26, dense in layers 0; @1 is the write just before
 """
 
 from collections.abc import Callable, Sequence

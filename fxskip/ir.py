@@ -34,7 +34,7 @@ class NodeInfo:
     write; sum: an operation between a write's addends and its add; variant: an add that makes a stream
     that lacks something; compute: the rest of a sub-block."""
     write: int
-    """Number of the write whose sub-block the node belongs to; 0 for stream inputs."""
+    """Number of the write whose sub-block the node belongs to; 0 for stream markers."""
     kind: str = ""
     """Kind of that sub-block (attention, moe, dense, mixer); empty until `classify` has run."""
     addend: str = ""
@@ -64,7 +64,7 @@ def update(node: fx.Node, **changes: Any) -> None:
 
 # --- markers -------------------------------------------------------------------------------------
 # Two operators mark where streams enter and leave a region in the captured graph. They never run:
-# `reroute` removes them, and a region that escapes rewiring fails here instead of computing the
+# `remove_markers` takes them out, and a region that escapes rewiring fails here instead of computing the
 # original wiring unnoticed.
 
 
@@ -168,6 +168,16 @@ def value(node: fx.Node) -> Any:
 def is_tensor(node: object) -> bool:
     """Whether `node` is a graph node whose value is one tensor."""
     return isinstance(node, fx.Node) and isinstance(value(node), torch.Tensor)
+
+
+_MATRIX_PRODUCTS = frozenset(
+    {"linear", "matmul", "__matmul__", "mm", "bmm", "einsum", "addmm", "baddbmm", "bilinear"}
+)
+
+
+def is_matrix_product(node: fx.Node) -> bool:
+    """Whether the node multiplies matrices, grouped products of experts included."""
+    return op_name(node) in _MATRIX_PRODUCTS or "grouped_mm" in op_name(node)
 
 
 ADDS = frozenset({torch.add, operator.add, operator.iadd, "add", "add_", "__add__", "__iadd__"})

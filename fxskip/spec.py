@@ -160,7 +160,8 @@ class Spec(Strict):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `load_spec` reads them back to an equal spec."""
-        return self.model_dump(mode="json", exclude_none=True)
+        # What was not written stays unwritten: a default that is spelt out would look like a wish.
+        return self.model_dump(mode="json", exclude_none=True, exclude_unset=True)
 
     def to_yaml(self) -> str:
         """The text of a spec file; `load_spec` reads it back to an equal spec."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
-from fxskip.capture.region import compile_region
+from fxskip.capture.region import compile_region, first_line
 from fxskip.errors import CaptureError
 from fxskip.ir import remove_markers
 
@@ -75,7 +75,7 @@ def require_own_class_forward(layer: nn.Module, index: int) -> None:
     )
 
 
-def meta_twin(model: nn.Module) -> nn.Module:
+def meta_twin(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of the model's structure with all tensors on the meta device; allocates no memory for them."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
@@ -102,18 +102,26 @@ def capture_layers(model: PreTrainedModel) -> list[LayerCapture]:
     recorder = _Recorder()
     _, layers = decoder_layers(twin)
     for index, layer in enumerate(layers):
-        recorder.watch(layer, f"{type(model).__name__}, {path}.{index}")
+        recorder.watch(layer, index, f"{type(model).__name__}, {path}.{index}")
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device="meta")
     # A finished mask keeps the model from looking at mask values, which a meta tensor does not have.
     mask = torch.zeros(BATCH, 1, LENGTH, LENGTH, dtype=torch.bfloat16, device="meta")
-    with torch.no_grad():
-        twin(input_ids=ids, attention_mask=mask, use_cache=False)
-    if len(recorder.graphs) != len(layers):
+    try:
+        with torch.no_grad():  # the decoder alone: losses look at values
+            twin.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         raise CaptureError(
             "capture_layers",
-            f"{len(recorder.graphs)} layer calls in one forward of a model with {len(layers)} decoder layers",
+            f"the model's code around the decoder layers does not run without values: {first_line(str(error))}",
+            where=type(model).__name__,
+            hint="this architecture, or its configuration (quantisation, attention implementation), is not supported",
+        ) from error
+    if recorder.order != list(range(len(layers))):
+        raise CaptureError(
+            "capture_layers",
+            f"the decoder layers ran in the order {recorder.order}, and there are {len(layers)}",
             where=path,
-            hint="only models that run each decoder layer once are supported",
+            hint="only models that run each decoder layer once, one after the other, are supported",
         )
     return [LayerCapture(f"{path}.{i}", graph) for i, graph in enumerate(recorder.graphs)]
 
@@ -123,6 +131,7 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.graphs: list[fx.Graph] = []
+        self.order: list[int] = []
         self._output: Tensor | None = None
         self._region = compile_region(self._build, n_outputs=1, name="observed")
 
@@ -135,15 +144,16 @@ class _Recorder:
 
         return run
 
-    def watch(self, layer: nn.Module, place: str) -> None:
-        """Make the twin's `layer` run through the recorder; `place` names it in errors."""
+    def watch(self, layer: nn.Module, index: int, place: str) -> None:
+        """Make the twin's layer number `index` run through the recorder; `place` names it in errors."""
         base = layer_class(layer)
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.order.append(index)
             if self._output is not None and hidden_states is not self._output:
                 raise CaptureError(
                     "capture_layers",
-                    f"the input of decoder layer {len(self.graphs)} is not the output of the layer before it",
+                    f"the input of decoder layer {index} is not the output of the layer that ran before it",
                     hint="models that change the stream between decoder layers are not supported",
                 )
             try:

@@ -101,18 +101,20 @@ def compile_region(
             except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.UserError) as error:
                 raise _capture_error(arguments[0], error) from error
 
-    return types.FunctionType(run.__code__, run.__globals__, f"run_{name}", None, run.__closure__)
+    return run
 
 
 def _capture_error(layer: nn.Module, error: Exception) -> CaptureError:
     text = str(error)
     reason = (
-        ": ".join(filter(None, (_first_line(text), _first_line(str(error.__cause__ or "")))))
+        ": ".join(filter(None, (first_line(text), first_line(str(error.__cause__ or "")))))
         or type(error).__name__
     )
     found = f"the layer cannot be captured as one graph: {reason}"
     hint = "rewrite the part named in the full message above so that torch.compile(fullgraph=True) accepts it"
-    if any(sign in text for sign in ("nonzero", "data-dependent", "Data-dependent", "Dynamic", ".item()")):
+    if any(
+        sign in text for sign in ("data-dependent", "Data-dependent", "Dynamic shape operator", "nonzero")
+    ):
         found = "the layer cannot be captured as one graph: its code depends on values, as a loop over experts does"
         hint = 'use experts without a loop: model.set_experts_implementation("grouped_mm") or "batched_mm"'
     frame = next(
@@ -123,7 +125,8 @@ def _capture_error(layer: nn.Module, error: Exception) -> CaptureError:
     )
 
 
-def _first_line(text: str) -> str:
+def first_line(text: str) -> str:
+    """The first line of a long message that is not blank."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 

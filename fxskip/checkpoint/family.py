@@ -7,6 +7,7 @@ config class refuses the file (see `REFUSAL`).
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -100,15 +101,16 @@ class FxSkipModelMixin:
         self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any
     ) -> None:
         """Save model, spec and wiring hash. What the folder held is whole until everything new is written."""
-        push_to_hub = kwargs.pop("push_to_hub", False)
+        if kwargs.pop("push_to_hub", False):
+            raise CheckpointError(
+                "save_pretrained", "push_to_hub=True", hint="save first, then model.push_to_hub(repo_id)"
+            )
         if not is_main_process:
             super().save_pretrained(save_directory, is_main_process=False, **kwargs)  # type: ignore[misc]
             return
         with replaced_directory(Path(save_directory)) as folder:
             super().save_pretrained(folder, is_main_process=True, **kwargs)  # type: ignore[misc]
             (folder / REMOTE_CODE).write_text(_remote_code())
-        if push_to_hub:
-            self.push_to_hub(str(save_directory))  # type: ignore[attr-defined]
 
     # transformers reads these two off the source text of a class's module, which for ours is this file. A wrong
     # answer would load the model with a loop over experts, which cannot be captured.
@@ -166,8 +168,12 @@ def adopt(model: PreTrainedModel, record: WiringRecord) -> None:
     """Turn `model` and its config, in place, into their rewired twins with the wiring of `record`."""
     base = base_class(model)
     config_class, model_class = family(base)
-    model.config.__class__ = config_class
-    model.config.fxskip = record.to_dict()
+    shared, own = model.config, copy.copy(model.config)
+    own.__class__ = config_class
+    own.fxskip = record.to_dict()
+    for module in model.modules():  # another model may have been made from the same config object
+        if getattr(module, "config", None) is shared:
+            module.config = own  # type: ignore[assignment]
     model.__class__ = model_class
     wire(model, record)
 

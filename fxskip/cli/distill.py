@@ -8,7 +8,6 @@ import typer
 
 from fxskip.cli.arguments import AsJson, DataFiles, Device, Dtype, WindowLength
 from fxskip.cli.output import note, quiet_stdout
-from fxskip.errors import SpecError
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +57,7 @@ def distill(
         from fxskip.cli.saving import require_free, require_rewired, save_with_tokenizer
         from fxskip.distill.config import load_config
 
-        recipe, place = load_config(recipe_file(config)), checked_device(device)
+        recipe, place = load_config(config), checked_device(device)
         require_rewired(student)
         require_free(out / "model", teacher, tokenizer=student)
         model, original = load_model(student, device=place), load_model(teacher, Dtype.float32, place)
@@ -75,19 +74,6 @@ def distill(
         save_with_tokenizer(model, student, out / "model")
     note(f"saved: {out / 'model'}")
     typer.echo(json.dumps(_summary(result, out), indent=2) if as_json else _as_text(result))
-
-
-def recipe_file(config: str) -> Path:
-    """The file of a preset, or the one that is named."""
-    from fxskip.spec import specs_folder
-
-    presets = {path.stem: path for path in sorted((specs_folder() / "distill").glob("*.yaml"))}
-    file = presets.get(config, Path(config))
-    if not file.is_file():
-        raise SpecError(
-            "--config", f"no recipe {config!r}", hint=f"a YAML file, or one of {', '.join(presets)}"
-        )
-    return file
 
 
 def _to_float32(model: "PreTrainedModel") -> "dict[str, torch.dtype]":

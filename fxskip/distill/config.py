@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from fxskip import strict_yaml
+from fxskip.spec import specs_folder
 from fxskip.strict_model import Strict, as_tuple, validate
 from fxskip.strict_yaml import Document
 
@@ -46,7 +47,7 @@ class DistillConfig(Strict):
     )
     steps: PositiveInt = Field(150, description="optimizer steps")
     batch_size: PositiveInt = Field(4, description="windows a step")
-    learning_rate: NonNegativeFloat = Field(6e-4, description="of AdamW, at its peak")
+    learning_rate: NonNegativeFloat = Field(8e-4, description="of AdamW, at its peak")
     betas: Annotated[tuple[float, float], BeforeValidator(as_tuple)] = Field(
         (0.9, 0.95), description="of AdamW, each at least 0 and below 1"
     )
@@ -97,7 +98,10 @@ ConfigSource = DistillConfig | Mapping[str, Any] | str | PathLike[str] | None
 
 
 def load_config(source: ConfigSource) -> DistillConfig:
-    """The config itself, a mapping, a YAML file, or None for the defaults. SpecError lists all problems."""
+    """The config itself, a mapping, a YAML file, the name of a recipe ("fcsd"), or None for the defaults.
+
+    SpecError lists all problems.
+    """
     if source is None:
         return DistillConfig()
     if isinstance(source, DistillConfig):
@@ -108,4 +112,13 @@ def load_config(source: ConfigSource) -> DistillConfig:
         raise TypeError(
             f"config is a {type(source).__name__}; give a DistillConfig, a mapping or a YAML file"
         )
-    return validate(DistillConfig, strict_yaml.read(Path(source)))
+    names = recipe_names()
+    if isinstance(source, str) and source in names:
+        return load_config(specs_folder() / "distill" / f"{source}.yaml")
+    known = f"the recipes are {', '.join(names)}"
+    return validate(DistillConfig, strict_yaml.read(Path(source), if_missing=known))
+
+
+def recipe_names() -> list[str]:
+    """Recipes that `load_config` knows by name: the files of specs/distill/."""
+    return sorted(path.stem for path in (specs_folder() / "distill").glob("*.yaml"))

@@ -40,7 +40,7 @@ def distill(
     data       integer tensor [windows, length], or a sequence of dicts with input_ids (see `as_windows`). The
                loss counts every position that predicts a token whose label is not -100
     teacher    the original, frozen and left as it is. None only for objective cross_entropy
-    config     a DistillConfig, a mapping or a YAML file; None is the recipe specs/distill/fcsd.yaml
+    config     a DistillConfig, a mapping, a YAML file or the name of a recipe; None is the recipe fcsd
     out        folder for checkpoints, results.json and curves.png. If it holds this very run, the run goes on
                from its last checkpoint and ends with the same bits as one that was never interrupted (on the
                same machine, with the same number of threads, and unless the recipe says deterministic: false);

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fxskip.capture.hf import decoder_layers
 from fxskip.distill.data import Batch
 from fxskip.errors import FxskipError
 
@@ -82,21 +83,8 @@ def split(who: str, name: str, model: Any) -> Parts:
             hint="give a model with a language-model head, such as AutoModelForCausalLM loads",
         )
     decoder = model.get_decoder()
-    parts = Parts(name, model, decoder, find_layers(who, name, model, decoder), head)
+    parts = Parts(name, model, decoder, decoder_layers(model)[1], head)
     return replace(parts, probe=probe_plain_head(who, parts))
-
-
-def find_layers(who: str, name: str, model: PreTrainedModel, decoder: nn.Module) -> nn.ModuleList:
-    count = model.config.get_text_config().num_hidden_layers
-    for module in decoder.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise FxskipError(
-        who,
-        f"{name} has no list of {count} decoder layers",
-        where=type(decoder).__name__,
-        hint="its config.num_hidden_layers must be the number of layers that the decoder holds",
-    )
 
 
 def probe_plain_head(who: str, parts: Parts) -> tuple[float, ...]:

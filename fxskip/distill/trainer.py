@@ -46,6 +46,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         model = self.student.model
+        self.kept_in_eval = {m for m in model.modules() if not m.training} if model.training else set()
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.trained:
             raise FxskipError(
@@ -88,7 +89,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         batch = self.windows.shuffled(state.step, config.batch_size, config.seed, self.student.device)
-        self.student.model.train()
+        self.train_mode()
         objective, hidden = self.losses(batch)
         loss = objective if hidden is None else objective + config.hidden_weight * hidden
         self.require_finite("loss", loss.item())
@@ -102,6 +103,11 @@ class Trainer:
         losses = loss.item(), objective.item(), None if hidden is None else hidden.item()
         state.curve.append(CurvePoint(state.step, state.tokens, *losses, rate, norm))
         self.reporter.step(state.curve[-1])
+
+    def train_mode(self) -> None:
+        """Training mode; but what the caller had in eval mode inside a model in training mode stays so."""
+        for module in self.student.model.modules():
+            module.training = module not in self.kept_in_eval
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The objective, and the hidden-state loss if it has a weight."""

@@ -9,6 +9,7 @@ from fxskip.ir import (
     block_nodes,
     copy_graph,
     dataflow,
+    is_matrix_product,
     is_tensor,
     module_path,
     op_name,
@@ -18,7 +19,6 @@ from fxskip.ir import (
     writes,
 )
 
-_MATRIX_PRODUCTS = frozenset({"matmul", "bmm", "einsum", "baddbmm", "__matmul__"})
 _SEQUENCE_MIXING = ("conv1d", "selective_scan", "delta_rule", "linear_attn", "chunk_scan")
 
 
@@ -59,7 +59,28 @@ def kind_of(nodes: list[fx.Node]) -> str:
         return "moe"
     if any(part in op_name(n) for n in nodes for part in _SEQUENCE_MIXING):
         return "mixer"
+    _require_known(nodes)
     return "dense"
+
+
+def _require_known(nodes: list[fx.Node]) -> None:
+    """Refuse to call dense what is none: an MLP reads the stream and parameters, no mask, position or cache."""
+    inside = set(nodes)
+    for node in nodes:
+        for operand in node.all_input_nodes:
+            if operand not in inside and _is_call_argument(operand):
+                raise PassError(
+                    "classify",
+                    f"cannot tell what this sub-block is: no attention, experts or known sequence mixing, but "
+                    f"{op_name(node)} reads the call's argument {operand.name!r}",
+                    where=f"module {module_path(node) or 'the decoder layer itself'}",
+                    hint="this architecture or attention implementation is not supported; sdpa and eager attention are",
+                )
+
+
+def _is_call_argument(node: fx.Node) -> bool:
+    """Whether the node is a tensor that the model hands to each layer beside the stream."""
+    return node.op == "placeholder" and is_tensor(node) and node.name.startswith(("l_args_", "l_kwargs_"))
 
 
 def routing_nodes(nodes: list[fx.Node]) -> list[fx.Node]:
@@ -81,8 +102,8 @@ def _is_attention(node: fx.Node, nodes: list[fx.Node]) -> bool:
 
     The scores come from a matrix product and feed another one; a router's softmax is over [tokens, experts].
     """
-    if "attention" in op_name(node):
+    if "attention" in op_name(node) or "flash_attn" in op_name(node):
         return True
     if op_name(node) != "softmax" or not is_tensor(node) or value(node).dim() < 3:
         return False
-    return sum(op_name(n) in _MATRIX_PRODUCTS for n in nodes) >= 2
+    return sum(is_matrix_product(n) for n in nodes) >= 2

@@ -19,6 +19,7 @@ from fxskip.ir import (
     dataflow,
     info,
     is_add,
+    is_matrix_product,
     is_tensor,
     op_name,
     reachable,
@@ -37,7 +38,6 @@ _VIEWS = frozenset(
 _CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16"})
 _PRODUCTS = frozenset({"mul", "multiply"})
 _QUOTIENTS = frozenset({"truediv", "div"})
-_MATRIX_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "einsum", "baddbmm", "addmm"})
 _SCATTERED_ADDS = frozenset({"index_add", "scatter_add", "index_put", "scatter_reduce"})
 _BLANK = ("zeros", "empty", "full", "new_zeros", "new_empty", "new_full")
 
@@ -85,7 +85,8 @@ def inseparable_reason(graph: fx.Graph, write: Write) -> str:
         if (
             plain
             and len(plain) < len(wide)
-            and op_name(node) not in _PRODUCTS | _QUOTIENTS | _MATRIX_PRODUCTS
+            and not is_matrix_product(node)
+            and op_name(node) not in _PRODUCTS | _QUOTIENTS
         ):
             return f"{op_name(node)} ({node.name!r}) joins {plain[0].name!r} with the routed experts' output"
         base = (
@@ -118,7 +119,7 @@ def _is_wide(node: fx.Node, width: object) -> bool:
 def _is_projected(node: fx.Node, nodes: set[fx.Node]) -> bool:
     """Whether a matrix product made the value: an expert's output, not the block's normalised input."""
     edges = {n: set(n.all_input_nodes) & nodes for n in nodes}
-    return any(op_name(n) in _MATRIX_PRODUCTS for n in reachable([node], edges))
+    return any(is_matrix_product(n) for n in reachable([node], edges))
 
 
 def _is_blank(base: fx.Node) -> bool:

@@ -6,11 +6,11 @@ from collections import Counter
 
 from torch import fx
 
-from fxskip.ir import block_nodes, info, module_path, op_name, writes
+from fxskip.ir import block_nodes, info, is_matrix_product, module_path, op_name, writes
 from fxskip.passes.split_contributions import addends, inseparable_reason
 from fxskip.wiring import SubBlock
 
-_HEAVY = ("linear", "matmul", "bmm", "grouped_mm", "attention", "conv1d")
+_OTHER_HEAVY = ("attention", "conv1d")
 
 
 def sub_blocks(graph: fx.Graph, *, layer: int, layer_path: str) -> list[SubBlock]:
@@ -29,5 +29,9 @@ def sub_blocks(graph: fx.Graph, *, layer: int, layer_path: str) -> list[SubBlock
 
 def _module(nodes: list[fx.Node]) -> str:
     """The layer's child in which most of the block's matrix products run."""
-    heavy = [module_path(n).partition(".")[0] for n in nodes if any(part in op_name(n) for part in _HEAVY)]
+    heavy = [module_path(n).partition(".")[0] for n in nodes if _is_heavy(n)]
     return Counter(heavy).most_common(1)[0][0] if heavy else ""
+
+
+def _is_heavy(node: fx.Node) -> bool:
+    return is_matrix_product(node) or any(part in op_name(node) for part in _OTHER_HEAVY)

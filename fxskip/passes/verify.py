@@ -1,8 +1,8 @@
 """Check a rewired region against its wiring, from the graph alone.
 
-Every value of the stream is taken apart again into what was added to make it. This shares no code with
-`reroute`: an addend that is lost, scaled otherwise, added twice, or seen by a block that must not see it
-is found here.
+Every value of the stream is taken apart again into what was added to make it: an addend that is lost,
+scaled otherwise, added twice, or seen by a block that must not see it is found here. What is an addend is
+taken from `split_contributions`.
 """
 
 from __future__ import annotations

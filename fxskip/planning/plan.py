@@ -113,9 +113,7 @@ def _reads(connection: Connection, blocks: Sequence[SubBlock]) -> str:
         return "full stream"
     parts = []
     for write, addend in connection.lacks:
-        source = blocks[write - 1]
-        name = addend if len(source.addends) > 1 else source.kind if addend == source.kind else addend
-        parts.append(f"{name} of layer {source.layer}")
+        parts.append(f"{addend} of layer {blocks[write - 1].layer}")
     return "stream without " + ", ".join(parts)
 
 

@@ -42,4 +42,7 @@ def _part(cache: Cache, layer: int) -> LayerCache | Cache:
         return cache  # it does more than hand the update on: correct as it is, but one capture a layer
     while len(cache.layers) <= layer and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
-    return LayerCache(cache.layers[layer])
+    part = cache.layers[layer]
+    if hasattr(part, "update_conv_state") or hasattr(part, "update_indexer"):
+        return cache  # more than keys and values: recurrent states, an index of keys
+    return LayerCache(part)

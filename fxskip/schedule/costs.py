@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxskip.ir import block_nodes, info, is_tensor, op_name, reachable, value
+from fxskip.ir import block_nodes, info, is_matrix_product, is_tensor, op_name, reachable, value, writes
+from fxskip.passes.classify import routing_nodes
 
 CONTEXT = 4096
 """Tokens of context at which attention is counted, causal: a query sees half of them on average."""
@@ -25,7 +26,7 @@ class Costs:
 
     parameters: int
     flops_per_token: float
-    """Forward only, attention at CONTEXT tokens."""
+    """Forward only, attention at CONTEXT tokens whatever its window."""
     experts_per_token: int
     """Copies of a token that expert parallelism sends away and gets back; 0 without routing."""
     exchange_bytes_per_token: int
@@ -34,27 +35,27 @@ class Costs:
 
 def block_costs(graph: fx.Graph, write: int, *, bytes_per_element: int) -> Costs:
     """The costs of the sub-block that makes write number `write`; needs the annotations of `classify`."""
-    nodes = list(block_nodes(graph, write))
-    batch, length, width = (_hint(s) for s in value(nodes[0].all_input_nodes[0]).shape[-3:])
-    tokens = batch * length
-    routing = [n for n in nodes if op_name(n) == "topk"] if _kind(nodes) == "moe" else []
-    experts = _chosen(routing[-1]) if routing else 0
+    anchor = writes(graph)[write - 1].anchor
+    batch, length, width = (_hint(s) for s in value(anchor).shape[-3:])
+    nodes, tokens = list(block_nodes(graph, write)), batch * length
+    experts = _experts_per_token(nodes, tokens)
     return Costs(
         parameters=_parameters(nodes),
-        flops_per_token=sum(_flops(n) for n in nodes) / tokens,
+        flops_per_token=sum(_flops(n, length) for n in nodes) / tokens,
         experts_per_token=experts,
         exchange_bytes_per_token=experts * width * bytes_per_element,
     )
 
 
-def _kind(nodes: list[fx.Node]) -> str:
-    about = info(nodes[0])
-    return about.kind if about is not None else ""
-
-
-def _chosen(topk: fx.Node) -> int:
-    values: Any = value(topk)
-    return _hint(values[0].shape[-1])
+def _experts_per_token(nodes: list[fx.Node], tokens: int) -> int:
+    """Rows that the experts' products have for each token, or what the last top-k keeps where all experts run."""
+    routing = routing_nodes(nodes)
+    if grouped := [n for n in routing if "grouped_mm" in op_name(n)]:
+        return _hint(value(grouped[0]).shape[0]) // tokens
+    if not routing:
+        return 0
+    chosen: Any = value(routing[-1])
+    return _hint(chosen[0].shape[-1])
 
 
 def _parameters(nodes: list[fx.Node]) -> int:
@@ -68,18 +69,20 @@ def _parameters(nodes: list[fx.Node]) -> int:
     )
 
 
-def _flops(node: fx.Node) -> float:
-    name = op_name(node)
+def _flops(node: fx.Node, length: int) -> float:
+    """2 FLOPs for each multiplication of a matrix product; attention at CONTEXT tokens instead of `length`."""
     tensors = [value(a) for a in node.args if isinstance(a, fx.Node) and is_tensor(a)]
-    if name == "linear":
-        return 2.0 * _numel(node) * _hint(tensors[0].shape[-1])
-    if "grouped_mm" in name or name in ("bmm", "matmul", "mm", "__matmul__"):
-        return 2.0 * _numel(node) * _hint(tensors[0].shape[-1])
-    if name == "scaled_dot_product_attention":
+    if op_name(node) == "scaled_dot_product_attention":
         query, key, values = tensors[:3]
         scores = _product(query.shape[:-1]) * CONTEXT / 2
         return 2.0 * scores * (_hint(key.shape[-1]) + _hint(values.shape[-1]))
-    return 0.0
+    if not is_matrix_product(node) or len(tensors) < 2:
+        return 0.0
+    left = tensors[1] if op_name(node) in ("addmm", "baddbmm") else tensors[0]
+    flops = 2.0 * _numel(node) * _hint(left.shape[-1])
+    # Attention that is written out multiplies two tensors [batch, heads, ...]; a projection has its matrix in two.
+    is_written_out = all(t.dim() == 4 for t in tensors[:2])
+    return flops * CONTEXT / 2 / length if is_written_out else flops
 
 
 def _numel(node: fx.Node) -> int:
