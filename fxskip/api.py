@@ -9,6 +9,7 @@ from os import PathLike
 from typing import Any, TypeVar, cast
 
 import torch
+from pydantic import BaseModel
 from torch import fx, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -153,7 +154,7 @@ def _analyse_stock(who: str, model: nn.Module) -> _Analysis:
     if is_transformed(model):
         raise PassError(
             who,
-            f"this model is rewired already, by the spec {spec_of(model).name or 'without a name'}",
+            f"this model is rewired already, by the spec {spec_of(model).name!r}",
             hint="transform the original model; fxskip.explain shows what was done to this one",
         )
     decoder_layers(model)  # refuses what is no language model of transformers
@@ -194,10 +195,10 @@ def _refuse_missing_stages(spec: Spec, example_inputs: tuple[Any, ...] | None, m
     axes = {"expert": spec.parallel.expert, "tensor": spec.parallel.tensor} if spec.parallel else {}
     for axis, wish in axes.items():
         if wish is not None and (wish.size > 1 or wish.model_fields_set != {"size"}):
-            missing.append(f"parallel.{axis} (collectives; size: 1 alone is one process)")
+            missing.append(f"{_written(f'parallel.{axis}', wish)} (collectives)")
     schedule = spec.schedule
     if schedule is not None and (schedule.overlap, schedule.model_fields_set) != ("none", {"overlap"}):
-        missing.append("schedule (the scheduler; overlap: none alone schedules nothing)")
+        missing.append(f"{_written('schedule', schedule)} (the scheduler)")
     if (runtime := spec.runtime) is not None:
         if runtime.recompute != "none":
             missing.append(f"runtime.recompute: {runtime.recompute} (recomputation)")
@@ -215,3 +216,9 @@ def _refuse_missing_stages(spec: Spec, example_inputs: tuple[Any, ...] | None, m
             "this version has no stage for " + "; ".join(missing),
             hint="leave these out: the rewired model then runs in one process, in plain order. plan accepts them",
         )
+
+
+def _written(section: str, wish: BaseModel) -> str:
+    """The fields of a section that the spec spells out; the section's defaults where it spells out none."""
+    values = wish.model_dump(exclude_unset=bool(wish.model_fields_set))
+    return ", ".join(f"{section}.{name}: {value}" for name, value in values.items())

@@ -71,4 +71,6 @@ def test_an_installed_package_finds_its_presets(tmp_path):
         text=True,
     )
     assert run.stdout.split() == [str(tmp_path / "site" / "fxskip" / "specs"), load_spec("farskip").digest()]
-    assert (tmp_path / "site" / "fxskip" / "py.typed").exists()
+    package = tmp_path / "site" / "fxskip"
+    for file in ("py.typed", "planning/style.css", "checkpoint/remote_code.txt", "specs/distill/fcsd.yaml"):
+        assert (package / file).exists(), file

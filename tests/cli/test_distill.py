@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fxskip.checkpoint.doctor import examine
-from fxskip.cli.distill import recipe_file
 from fxskip.distill.config import load_config
 from tests.checkpoint.samples import ROOT, tree
 from tests.cli.command import run
@@ -101,8 +100,8 @@ def test_weights_are_stored_in_the_type_of_the_student(original, text, recipe, t
 
 
 def test_recipes_have_names():
-    assert load_config(recipe_file("sft")).objective == "cross_entropy"
-    assert load_config(recipe_file("fcsd")) == load_config(None)
+    assert load_config("sft").objective == "cross_entropy"
+    assert load_config("fcsd") == load_config(None)
 
 
 def refused(capsys, code, message, *arguments):
@@ -114,7 +113,9 @@ def refused(capsys, code, message, *arguments):
 def test_refusals(capsys, original, converted, text, recipe, tmp_path):
     data = ["--data", text, "--out", tmp_path / "run"]
     refused(capsys, 4, "holds a stock model", original, "--teacher", original, *data)
-    refused(capsys, 2, "or one of fcsd, sft", converted, "--teacher", original, *data, "--config", "fscd")
+    refused(
+        capsys, 2, "the recipes are fcsd, sft", converted, "--teacher", original, *data, "--config", "fscd"
+    )
     bad = tmp_path / "bad.yaml"
     bad.write_text("stepps: 3\n")
     refused(capsys, 2, "did you mean 'steps'", converted, "--teacher", original, *data, "--config", bad)

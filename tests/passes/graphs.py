@@ -65,19 +65,19 @@ class Layer(nn.Module):
         super().__init__()
         self.body = body
 
-    def forward(self, hidden_states: Tensor) -> Any:
-        return self.body(hidden_states)
+    def forward(self, hidden_states: Tensor, **arguments: Tensor) -> Any:
+        return self.body(hidden_states, **arguments)
 
 
 def stream(seed: int = 0) -> Tensor:
     return torch.randn(2, 3, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def capture(layer: nn.Module | Body, *, inputs: int = 1, outputs: int = 1) -> fx.Graph:
+def capture(layer: nn.Module | Body, *, inputs: int = 1, outputs: int = 1, **arguments: Tensor) -> fx.Graph:
     """The graph of a layer with markers for so many streams, as the first pass receives it."""
     module = layer if isinstance(layer, nn.Module) else Layer(layer)
     streams = tuple(stream(seed) for seed in range(inputs))
-    for tensor in streams:
+    for tensor in (*streams, *arguments.values()):
         torch._dynamo.mark_static(tensor)  # no placeholders for sizes
     graphs: list[fx.Graph] = []
 
@@ -85,7 +85,7 @@ def capture(layer: nn.Module | Body, *, inputs: int = 1, outputs: int = 1) -> fx
         graphs.append(captured.graph)
         return fx.GraphModule(captured, remove_markers(captured.graph)).forward
 
-    compile_region(grab, outputs, "grab")(module, type(module), streams, (), {})
+    compile_region(grab, outputs, "grab")(module, type(module), streams, (), arguments)
     (graph,) = graphs
     return graph
 

@@ -149,3 +149,13 @@ def test_attention_and_experts_in_one_sub_block() -> None:
     ) as e:
         classify(find_stream(capture(parallel)))
     assert "'a' in the decoder layer, 'topk' in the decoder layer" in str(e.value)
+
+
+def test_a_block_that_reads_an_argument_of_the_call_is_not_called_dense() -> None:
+    """A linear attention without a convolution, say: it has no operation that names it, but it reads a mask."""
+
+    def layer(x: Tensor, *, mask: Tensor) -> Tensor:
+        return x + norm(x).cumsum(1) * mask
+
+    with pytest.raises(PassError, match="cannot tell what this sub-block is"):
+        classify(find_stream(capture(layer, mask=torch.ones(2, 3, 4))))

@@ -163,3 +163,35 @@ def test_a_refused_model_is_left_alone(inplace: bool) -> None:
 
     assert_unchanged(model, before)
     assert not fxskip.is_transformed(model)
+
+
+def test_a_spec_goes_from_a_student_to_another_model() -> None:
+    """Defaults that were not written must not come back as wishes."""
+    wanted = {**FARSKIP.spec, "runtime": {"recompute": "none"}, "parallel": {"expert": {"size": 1}}}
+    student = fxskip.transform(tiny("mixtral"), wanted)
+
+    again = fxskip.transform(tiny("mixtral", seed=1), fxskip.spec_of(student))
+
+    assert fxskip.spec_of(again) == fxskip.spec_of(student)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"parallel": {"expert": {"size": 1, "exchange": "all_reduce"}}},
+        {"schedule": {"overlap": "none", "solver": "cp_sat"}},
+    ],
+    ids=str,
+)
+def test_an_option_that_would_do_nothing_is_refused(section: Any) -> None:
+    assert "has no stage for" in refusal(tiny("mixtral"), {**FARSKIP.spec, **section}, fxskip.PassError)
+
+
+def test_a_config_that_two_models_share() -> None:
+    first = tiny("mixtral")
+    second = type(first)(first.config)
+
+    fxskip.transform(first, FARSKIP.spec, inplace=True)
+
+    assert second.config.model_type == "mixtral"
+    assert not hasattr(second.config, "fxskip")
