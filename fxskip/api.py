@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from fxskip.capture.hf import capture_layers, decoder_layers
 from fxskip.checkpoint.family import adopt, base_class, record_of
 from fxskip.checkpoint.record import WiringRecord
-from fxskip.errors import CheckpointError, PassError
+from fxskip.errors import CaptureError, CheckpointError, PassError
 from fxskip.ir import with_streams
 from fxskip.passes.sub_blocks import sub_blocks
 from fxskip.pipeline import analyse, rewire
@@ -58,7 +58,8 @@ def transform(
     analysis = _analyse_stock("transform", model)
     wiring = analysis.connect(loaded)
     analysis.try_out(wiring)
-    student = model if inplace else copy.deepcopy(model)
+    with torch.inference_mode(False):  # a copy made in inference mode could never be trained
+        student = model if inplace else copy.deepcopy(model)
     adopt(cast(PreTrainedModel, student), WiringRecord.of(loaded, analysis.blocks, wiring))
     return student
 
@@ -150,14 +151,20 @@ class _Analysis:
         return make_plan(self.model, spec.name or "an unnamed spec", wiring, self.blocks, self.costs)
 
 
-def _analyse_stock(who: str, model: nn.Module) -> _Analysis:
-    if is_transformed(model):
+def _analyse_stock(who: str, model: object) -> _Analysis:
+    if (record := record_of(model)) is not None:
         raise PassError(
             who,
-            f"this model is rewired already, by the spec {spec_of(model).name!r}",
+            f"this model is rewired already, by the spec {load_spec(record.spec).name!r}",
             hint="transform the original model; fxskip.explain shows what was done to this one",
         )
-    decoder_layers(model)  # refuses what is no language model of transformers
+    if isinstance(model, str | PathLike):
+        raise CaptureError(
+            who,
+            f"{str(model)!r} is a path",
+            hint="pass AutoModelForCausalLM.from_pretrained(path); plan also takes AutoConfig.from_pretrained(path)",
+        )
+    decoder_layers(cast(nn.Module, model))  # refuses what is no language model of transformers
     return _Analysis.of(cast(PreTrainedModel, model))
 
 

@@ -3,8 +3,9 @@
 Every class builds its message from the same four parts, so that someone who has only the log can act:
 
     connect: connect.0 drops nothing: routed@1 is nothing that its blocks would see
-      where  layers 0-1; first: model.layers.0.self_attn: routed@1: no write that early; the embedding is not a write
-      hint   the model has attention in layers 0-26, moe in layers 1-26, dense in layers 0; @1 is the write just before
+      where  layers 0-1
+             model.layers.0.self_attn: routed@1: no write that early; the embedding is not a write
+      hint   the model has attention in layers 0-26, ...; @1 is the write just before the block
 """
 
 from collections.abc import Callable, Sequence

@@ -170,10 +170,12 @@ def _require_an_effect(
 ) -> None:
     if any(c.lacks for c in hit):
         return
+    layers = _span(sorted({c.block.layer for c in hit}))
+    ends = (hit[0], hit[-1]) if len(hit) > 1 else hit  # the first may lack a write that the others have
     raise PassError(
         "connect",
         f"connect.{number} drops nothing: {', '.join(map(str, rule.without))} is nothing that its blocks would see",
-        where=f"layers {_span(sorted({c.block.layer for c in hit}))}; first: {hit[0].block.path}: {hit[0].note}",
+        where="\n".join([f"layers {layers}", *(f"{c.block.path}: {c.note}" for c in ends)]),
         hint=f"the model has {_census(blocks)}; @1 is the write just before the block",
     )
 
@@ -209,7 +211,8 @@ def _census(blocks: Sequence[SubBlock]) -> str:
     for kind in KINDS:
         if layers := sorted({b.layer for b in blocks if b.kind == kind}):
             parts.append(f"{kind} in layers {_span(layers)}")
-    return ", ".join(parts)
+    names = sorted({addend for block in blocks if block.kind == "moe" for addend in block.addends})
+    return ", ".join(parts) + (f"; its MoE blocks add {' and '.join(names)}" if names else "")
 
 
 def _span(layers: Sequence[int]) -> str:

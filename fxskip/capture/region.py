@@ -8,6 +8,7 @@ inputs of the graph, read from the layer at every call, so all layers of one kin
 from __future__ import annotations
 
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,9 @@ _DYNAMO = {
 
 # Sizes that happen to be equal (batch and heads) must not become one size: another batch would be captured again.
 _SHAPES: Any = torch.fx.experimental._config
+
+# Dynamo warns that it looks inside functools.lru_cache; transformers caches answers that never change.
+warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
 
 _captures = 0
 

@@ -30,14 +30,19 @@ def require_rewired(folder: Path) -> None:
 
 
 def require_free(out: Path, *sources: Path, tokenizer: Path, overwrite: bool = False) -> None:
-    """Refuse to write over what the command reads, and over anything but a rewired model.
+    """Refuse to write over or into what the command reads, and over anything but a rewired model.
 
     `tokenizer` is the model whose tokenizer will be copied; it is a source too.
     """
     for source in (*sources, tokenizer):
-        if out.resolve() == source.resolve() or out.resolve() in source.resolve().parents:
+        here, there = out.resolve(), source.resolve()
+        if here == there or here in there.parents:
             raise CheckpointError(
                 str(out), f"would be written over {source}, which is read", hint="name another folder"
+            )
+        if there in here.parents:
+            raise CheckpointError(
+                str(out), f"lies inside {source}, which is read", hint="name a folder beside it"
             )
     if not out.exists():
         return

@@ -2,6 +2,7 @@
 
 # B windows, L length, D width, V vocabulary
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -102,7 +103,14 @@ def probe_plain_head(who: str, parts: Parts) -> tuple[float, ...]:
     if logits.shape != rebuilt.shape:
         raise not_plain(who, parts, f"gives logits {list(logits.shape)}, its head {list(rebuilt.shape)}")
     difference, largest = float((logits - rebuilt).abs().max()), float(logits.abs().max())
-    if not difference <= 0.01 * largest:  # a NaN must not pass
+    if not math.isfinite(largest):
+        raise FxskipError(
+            who,
+            f"{parts.name} gives logits that are not finite",
+            where=type(parts.model).__name__,
+            hint="its weights hold NaN or infinity; fxskip doctor DIR --values says where",
+        )
+    if not difference <= 0.01 * largest:
         raise not_plain(
             who, parts, f"gives logits that differ from head(hidden) by {difference:.3g} of {largest:.3g}"
         )
