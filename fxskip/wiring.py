@@ -129,7 +129,7 @@ def _claims(rules: Sequence[Rule], blocks: Sequence[SubBlock], n_layers: int) ->
             raise PassError(
                 "connect",
                 f"connect.{number} selects no block of this model",
-                where=f"blocks: {', '.join(rule.blocks)}; layers: {_span(sorted(layers))}",
+                where=f"blocks: {', '.join(rule.blocks)}; layers: {span(sorted(layers))}",
                 hint=f"the model has {_census(blocks)}; module paths look like {blocks[0].path!r}",
             )
     return claims
@@ -170,7 +170,7 @@ def _require_an_effect(
 ) -> None:
     if any(c.lacks for c in hit):
         return
-    layers = _span(sorted({c.block.layer for c in hit}))
+    layers = span(sorted({c.block.layer for c in hit}))
     ends = (hit[0], hit[-1]) if len(hit) > 1 else hit  # the first may lack a write that the others have
     raise PassError(
         "connect",
@@ -210,12 +210,12 @@ def _census(blocks: Sequence[SubBlock]) -> str:
     parts = []
     for kind in KINDS:
         if layers := sorted({b.layer for b in blocks if b.kind == kind}):
-            parts.append(f"{kind} in layers {_span(layers)}")
+            parts.append(f"{kind} in layers {span(layers)}")
     names = sorted({addend for block in blocks if block.kind == "moe" for addend in block.addends})
     return ", ".join(parts) + (f"; its MoE blocks add {' and '.join(names)}" if names else "")
 
 
-def _span(layers: Sequence[int]) -> str:
+def span(layers: Sequence[int], dash: str = "-") -> str:
     """[0, 1, 2, 5] as "0-2, 5"."""
     runs: list[list[int]] = []
     for layer in layers:
@@ -223,7 +223,7 @@ def _span(layers: Sequence[int]) -> str:
             runs[-1][1] = layer
         else:
             runs.append([layer, layer])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
+    return ", ".join(str(a) if a == b else f"{a}{dash}{b}" for a, b in runs) or "none"
 
 
 def _plain(region: RegionWiring) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fxskip import wiring
 from fxskip.planning.plan import Plan, PlannedBlock
 
 KINDS = {"moe": "MoE", "dense": "dense MLP"}
@@ -61,11 +62,4 @@ def short_path(block_path: str) -> str:
 
 def span(layers: Sequence[int]) -> str:
     """[0, 1, 2, 5] as "layers 0–2, 5"."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    text = ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)
-    return f"layer{'s' if len(layers) > 1 else ''} {text}"
+    return f"layer{'s' if len(layers) > 1 else ''} {wiring.span(layers, dash='–')}"
