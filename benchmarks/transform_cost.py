@@ -12,6 +12,7 @@ import argparse
 import json
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -39,23 +40,26 @@ TYPES = [
     "llama4_text",
 ]
 BATCH, LENGTH = 4, 256
+LAYERS, SAMPLES = (4, 48), 3
 
 
 def transform_seconds(model_type: str, layers: int) -> dict[str, Any]:
-    """CPU seconds of one transform, of the first forward and backward (captures) and of building nothing else."""
+    """CPU seconds of SAMPLES transforms, and of the student's first forward and backward, which capture."""
     model = tiny(model_type, layers=layers)
     ids = torch.randint(3, 100, (2, 16))
+    samples = []
+    for _ in range(SAMPLES):
+        started = time.process_time()
+        student = fxskip.transform(model, "farskip")
+        samples.append(time.process_time() - started)
     started = time.process_time()
-    student = fxskip.transform(model, "farskip")
-    transformed = time.process_time()
     student(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    ran = time.process_time()
     return {
         "model_type": model_type,
         "layers": layers,
-        "transform_cpu_s": transformed - started,
-        "transform_cpu_s_per_layer": (transformed - started) / layers,
-        "first_step_cpu_s": ran - transformed,
+        "transform_cpu_s": [round(s, 3) for s in samples],
+        "median_per_layer_cpu_s": statistics.median(samples) / layers,
+        "first_step_cpu_s": time.process_time() - started,
     }
 
 
@@ -106,6 +110,9 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     report: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -116,7 +123,7 @@ def main() -> None:
     tiny("mixtral")
     fxskip.transform(tiny("mixtral"), "identity")  # start-up of Dynamo is not a layer's cost
     for model_type in TYPES:
-        for layers in (4, 16):
+        for layers in LAYERS:
             report["transform"].append(transform_seconds(model_type, layers))
             print(report["transform"][-1], flush=True)
     runs = [("cpu", torch.float32)]
