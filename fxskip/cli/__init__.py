@@ -21,8 +21,8 @@ Exit codes:
   130  interrupted
 """
 
-# The text above is also that of `fxskip --help`. Nothing in this package imports torch before a command runs, so
-# that help and wrong arguments are answered at once.
+# The text above is also that of `fxskip --help`. The commands import what they need when they run; that Python
+# imports the package `fxskip` first, and torch with it, costs every call some seconds all the same.
 
 from fxskip.cli.app import main
 
