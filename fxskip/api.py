@@ -82,7 +82,7 @@ def explain(student: nn.Module) -> Plan:
     Raises PassError for a model that is not rewired, CheckpointError where its layers are not wired as recorded.
     """
     record = _require_record("explain", student)
-    analysis = _Analysis.of(cast(PreTrainedModel, student))
+    analysis = _Analysis.of("explain", cast(PreTrainedModel, student))
     spec = load_spec(record.spec)
     wiring = analysis.connect(spec)
     installed = tuple(getattr(layer, "fxskip_wiring", None) for layer in decoder_layers(student)[1])
@@ -117,7 +117,7 @@ class _Analysis:
     costs: tuple[Costs, ...]
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> _Analysis:
+    def of(cls, who: str, model: PreTrainedModel) -> _Analysis:
         captured = capture_layers(model)
         analysed: dict[int, fx.Graph] = {}
         for layer in captured:
@@ -136,7 +136,7 @@ class _Analysis:
             costs += [
                 block_costs(graph, i, bytes_per_element=bytes_per_element) for i in range(1, len(found) + 1)
             ]
-        _require_experts(model, blocks)
+        _require_experts(who, model, blocks)
         return cls(base_class(model).__name__, tuple(c.graph for c in captured), tuple(blocks), tuple(costs))
 
     def connect(self, spec: Spec) -> ModelWiring:
@@ -165,7 +165,7 @@ def _analyse_stock(who: str, model: object) -> _Analysis:
             hint="pass AutoModelForCausalLM.from_pretrained(path); plan also takes AutoConfig.from_pretrained(path)",
         )
     decoder_layers(cast(nn.Module, model))  # refuses what is no language model of transformers
-    return _Analysis.of(cast(PreTrainedModel, model))
+    return _Analysis.of(who, cast(PreTrainedModel, model))
 
 
 def _without_weights(config: PreTrainedConfig) -> nn.Module:
@@ -185,12 +185,12 @@ def _require_record(who: str, student: nn.Module) -> WiringRecord:
     return record
 
 
-def _require_experts(model: nn.Module, blocks: Sequence[SubBlock]) -> None:
+def _require_experts(who: str, model: PreTrainedModel, blocks: Sequence[SubBlock]) -> None:
     if any(block.kind == "moe" for block in blocks):
         return
     raise PassError(
-        "transform",
-        f"{base_class(cast(PreTrainedModel, model)).__name__} has no routed experts in any layer",
+        who,
+        f"{base_class(model).__name__} has no routed experts in any layer",
         where=f"layer 0: {', '.join(f'{b.kind} ({b.path})' for b in blocks if b.layer == 0)}",
         hint="fxskip rewires Mixture-of-Experts models",
     )
