@@ -9,6 +9,7 @@ from fxskip.ir import (
     block_nodes,
     copy_graph,
     dataflow,
+    info,
     is_matrix_product,
     is_tensor,
     module_path,
@@ -18,6 +19,7 @@ from fxskip.ir import (
     value,
     writes,
 )
+from fxskip.linear import CASTS, VIEWS
 
 _SEQUENCE_MIXING = ("conv1d", "selective_scan", "delta_rule", "linear_attn", "chunk_scan")
 
@@ -34,7 +36,11 @@ def classify(graph: fx.Graph) -> fx.Graph:
         nodes = list(block_nodes(new, write.number))
         kind = kind_of(nodes)
         for node in (*nodes, write.result):
-            update(node, kind=kind)
+            about = info(node)
+            if (
+                about is not None and about.write == write.number
+            ):  # what is shared is named by its first block
+                update(node, kind=kind)
     return new
 
 
@@ -43,7 +49,7 @@ def kind_of(nodes: list[fx.Node]) -> str:
 
     Raises PassError for attention and routed experts in one sub-block.
     """
-    attention = [n for n in nodes if _is_attention(n, nodes)]
+    attention = [n for n in nodes if _is_attention(n)]
     routing = routing_nodes(nodes)
     if attention and routing:
         raise PassError(
@@ -93,17 +99,28 @@ def routing_nodes(nodes: list[fx.Node]) -> list[fx.Node]:
         return []
     inside = set(nodes)
     edges = {n: s & inside for n, s in dataflow(nodes[0].graph).items()}
-    attention = {n for n in nodes if _is_attention(n, nodes)}
+    attention = {n for n in nodes if _is_attention(n)}
     return [n for n in candidates if not reachable([n], edges) & attention]
 
 
-def _is_attention(node: fx.Node, nodes: list[fx.Node]) -> bool:
+def _is_attention(node: fx.Node) -> bool:
     """A fused attention, or the softmax over [batch, heads, queries, keys] of one that is written out.
 
-    The scores come from a matrix product and feed another one; a router's softmax is over [tokens, experts].
+    Its weights are multiplied with the values; a router's softmax, over experts, scales what experts computed.
     """
     if "attention" in op_name(node) or "flash_attn" in op_name(node):
         return True
-    if op_name(node) != "softmax" or not is_tensor(node) or value(node).dim() < 3:
-        return False
-    return sum(is_matrix_product(n) for n in nodes) >= 2
+    return (
+        op_name(node) == "softmax" and is_tensor(node) and value(node).dim() >= 3 and _feeds_a_product(node)
+    )
+
+
+_HANDS_ON = VIEWS | CASTS | {"dropout", "getitem", "transpose", "permute"}
+
+
+def _feeds_a_product(weights: fx.Node) -> bool:
+    """Whether a matrix product takes `weights`, as they are or cast, dropped out, sliced or viewed."""
+    return any(
+        is_matrix_product(user) or (op_name(user) in _HANDS_ON and _feeds_a_product(user))
+        for user in weights.users
+    )

@@ -109,10 +109,10 @@ def make_plan(
 
 
 def _reads(connection: Connection, blocks: Sequence[SubBlock]) -> str:
-    if not connection.lacks:
+    if not connection.reads:
         return "full stream"
     parts = []
-    for write, addend in connection.lacks:
+    for write, addend in sorted(connection.reads):
         parts.append(f"{addend} of layer {blocks[write - 1].layer}")
     return "stream without " + ", ".join(parts)
 
@@ -136,11 +136,11 @@ def _window(connections: Sequence[Connection], index: int, costs: Sequence[Costs
 def _sees(reader: Connection, write: int, connections: Sequence[Connection]) -> bool:
     """Whether the block sees any addend of an earlier write."""
     addends = connections[write - 1].block.addends
-    return any((write, addend) not in reader.lacks for addend in addends)
+    return any((write, addend) not in reader.reads for addend in addends)
 
 
 def _sees_travelling(reader: Connection, writer: Connection) -> bool:
     """Whether a later block needs what the writer's collective delivers: the routed addend, or all of it."""
     addends = writer.block.addends
     travelling = ("routed",) if "routed" in addends else addends
-    return any((writer.write, addend) not in reader.lacks for addend in travelling)
+    return any((writer.write, addend) not in reader.reads for addend in travelling)
