@@ -45,9 +45,8 @@ class Block:
     """Those whose outputs make up the routed addend alone."""
     norm: str = ""
     """The norm before `read` where several blocks share it."""
-    after: int | None = None
-    """The block whose write is the last before the read: -1 for the last of the layer before, and by default the
-    block before this one."""
+    sees: bool = True
+    """Whether the original code lets it see the write just before its own: there is nothing to leave out else."""
 
 
 # Names of modules in decoder layers of transformers, the first that a layer has is taken.
@@ -100,7 +99,7 @@ def _shortcut_blocks() -> tuple[Block, ...]:
         Block("dense", "mlps.0", ("mlps.0",), norm="post_attention_layernorm.0"),
         Block("attention", "input_layernorm.1", ("self_attn.1",)),
         Block("dense", "post_attention_layernorm.1", ("mlps.1",)),
-        Block("moe", "mlp", ("mlp",), ("mlp",), norm="post_attention_layernorm.0", after=0),
+        Block("moe", "mlp", ("mlp",), ("mlp",), sees=False),
     )
 
 
@@ -109,7 +108,7 @@ def _parallel_blocks(layer: nn.Module) -> tuple[Block, ...]:
     norm, routed = "input_layernorm", _experts_in(layer, "mlp")
     return (
         Block("attention", "self_attn", ("self_attn",), norm=norm),
-        Block("moe" if routed else "dense", "mlp", ("mlp",), routed, norm=norm, after=-1),
+        Block("moe" if routed else "dense", "mlp", ("mlp",), routed, sees=False),
     )
 
 
@@ -170,11 +169,12 @@ def _forward(
     reads: dict[str, Tensor] = {}
     for number, block in enumerate(blocks):
         drop = drops[block.kind]
-        after = number - 1 if block.after is None else block.after
         stream = block.norm or block.read
-        if after < 0:
+        if not block.sees:
+            continue
+        if number == 0:
             seen = streams[drop]
-        elif silent := _makers(blocks[after], drop):
+        elif silent := _makers(blocks[number - 1], drop):
             seen = run(reads=reads, silent=silent, watch=stream)[1][stream]
         else:
             continue
