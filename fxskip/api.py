@@ -11,9 +11,10 @@ from typing import Any, TypeVar, cast
 import torch
 from pydantic import BaseModel
 from torch import fx, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fxskip.capture.hf import capture_layers, decoder_layers
+from fxskip.checkpoint.auto_classes import loader
 from fxskip.checkpoint.family import adopt, base_class, record_of
 from fxskip.checkpoint.record import WiringRecord
 from fxskip.errors import CaptureError, CheckpointError, PassError
@@ -170,7 +171,7 @@ def _analyse_stock(who: str, model: object) -> _Analysis:
 
 def _without_weights(config: PreTrainedConfig) -> nn.Module:
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model: nn.Module = loader("plan", config).from_config(config, dtype=torch.bfloat16)
     return model
 
 

@@ -13,6 +13,8 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 
+from fxskip.errors import CheckpointError
+
 _AUTO_CLASSES: dict[str, Any] = {
     "CAUSAL_LM": AutoModelForCausalLM,
     "IMAGE_TEXT_TO_TEXT": AutoModelForImageTextToText,
@@ -34,11 +36,10 @@ def language_model(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel
     one of all. Raises KeyError for a config class that has none.
     """
     found = [mapping[config_class] for mapping in _mappings().values() if config_class in mapping]
-    models = [model if isinstance(model, type) else model[0] for model in found]
+    models: list[type[PreTrainedModel]] = [m[0] if isinstance(m, tuple) else m for m in found]
     if not models:
         raise KeyError(config_class.__name__)
-    own: type[PreTrainedModel] = next((m for m in models if m.config_class is config_class), models[0])
-    return own
+    return next((m for m in models if m.config_class is config_class), models[0])
 
 
 def auto_classes(config_class: type[PreTrainedConfig]) -> tuple[Any, ...]:
@@ -51,15 +52,19 @@ def auto_classes(config_class: type[PreTrainedConfig]) -> tuple[Any, ...]:
     )
 
 
-def loader(config: PreTrainedConfig) -> Any:
-    """The Auto class that a user would load a model of this config with: text alone comes first.
+def loader(who: str, config: PreTrainedConfig) -> Any:
+    """The Auto class that a user would load a model of this config with; one of text alone comes first.
 
-    Raises KeyError for a config that none of them knows.
+    Raises CheckpointError, in the name of `who`, for a config that none of them knows.
     """
     for head, mapping in _mappings().items():
         if type(config) in mapping:
             return _AUTO_CLASSES[head]
-    raise KeyError(type(config).__name__)
+    raise CheckpointError(
+        who,
+        f"{type(config).__name__} is the config of no decoder-only language model of transformers",
+        hint=f"one of {', '.join(each.__name__ for each in _AUTO_CLASSES.values())} must know it",
+    )
 
 
 def _mappings() -> dict[str, Any]:

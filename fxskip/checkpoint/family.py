@@ -11,7 +11,7 @@ import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import (
@@ -49,7 +49,7 @@ class FxSkipConfigMixin:
         """The config as saved: with remote-code references, and with the value that a stock loader refuses."""
         values = json.loads(super().to_json_string(use_diff))  # type: ignore[misc]
         values |= {"auto_map": _auto_map(self.fxskip_base), "id2label": {REFUSAL: ""}}
-        if (part := text_part(self)) is not None:
+        if (part := text_part(cast(PreTrainedConfig, self))) is not None:
             values.setdefault(part, {})["id2label"] = {REFUSAL: ""}
         return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
@@ -71,6 +71,7 @@ class FxSkipModelMixin:
     """What the class of a rewired model adds to the original's: wiring on construction, and safe saving."""
 
     config: Any
+    config_class: ClassVar[Any]
     fxskip_base: ClassVar[type[PreTrainedModel]]
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -149,7 +150,7 @@ def family(base: type[PreTrainedModel], base_config: type[PreTrainedConfig] | No
         base_config: the class of its config, by default the one that `base` is made for. Several model types share
             a model class: `sarvam_moe` is `Glm4MoeForCausalLM` with a config class of its own.
     """
-    key = (base, base_config or base.config_class)
+    key: tuple[type[PreTrainedModel], Any] = (base, base_config or base.config_class)
     if key not in _FAMILIES:
         _FAMILIES[key] = _make_family(*key)
     return _FAMILIES[key]
