@@ -37,6 +37,18 @@ class Row:
     refused: str = ""
     seconds: float = 0.0
 
+    @property
+    def state(self) -> str:
+        """exact, whole writes (all but farskip, which is refused), refused, or failed."""
+        if self.refused:
+            return "refused"
+        others = (self.identity, self.ladder, self.generate, self.reload)
+        if any(found != "exact" for found in others):
+            return "failed"
+        if self.farskip == "exact":
+            return "exact"
+        return "whole writes" if self.farskip.startswith("refused") else "failed"
+
 
 def assess(model_type: str) -> Row:
     """Try everything on a tiny model of `model_type`."""
@@ -46,7 +58,7 @@ def assess(model_type: str) -> Row:
     try:
         identity = fxskip.transform(model, "identity")
     except fxskip.FxskipError as error:
-        return Row(model_type, refused=str(error), seconds=time.perf_counter() - start)
+        return Row(model_type, refused=error.found, seconds=time.perf_counter() - start)
     farskip, ladder = _student(model, "farskip"), _student(model, "ladder")
     saved = identity if isinstance(farskip, fxskip.PassError) else farskip
     return Row(
@@ -106,7 +118,7 @@ def _against_reference(
     model: PreTrainedModel, student: PreTrainedModel | fxskip.PassError, drops: Drops, ids: Tensor
 ) -> str:
     if isinstance(student, fxskip.PassError):
-        return f"refused: {student}"
+        return f"refused: {student.found}"
     expected = _logits(rewired(model, decoder_layers(model)[0], drops), ids)
     if (moved := _difference(expected, _logits(model, ids))) < DISTINCT:
         return f"not tested: the wiring changes the logits by only {moved:.0e}"

@@ -37,8 +37,8 @@ class Block:
 
     kind: str
     """attention (whatever mixes the sequence), moe or dense."""
-    read: str
-    """The module whose first input is the stream, or the `norm` of the stream."""
+    read: tuple[str, ...]
+    """The modules whose first input is the stream, or the `norm` of the stream; in any shape."""
     write: tuple[str, ...]
     """The modules whose outputs make up the write: zeros from all of them mean no write."""
     routed: tuple[str, ...] = ()
@@ -76,30 +76,31 @@ def blocks_of(layer: nn.Module) -> tuple[Block, ...]:
     beside = tuple(name for name in _SHARED_BESIDE if _has(layer, name))
     # Without a norm before them, blocks read the stream themselves (flex_olmo).
     normed = _has(layer, "input_layernorm") or not _has(layer, "post_feedforward_layernorm")
+    reader = _first(layer, _FEED_FORWARD_READERS) if normed else feed_forward
+    if _has(layer, "experts"):  # gemma4: experts beside a dense MLP, each with a norm of its own
+        return (
+            Block("attention", ("input_layernorm",), (mixer,)),
+            Block("moe", (reader, f"{reader}_2", "router"), (feed_forward, "experts"), ("experts",)),
+        )
     return (
-        Block("attention", _first(layer, _MIXER_READERS) if normed else mixer, (mixer,)),
-        Block(
-            "moe" if routed else "dense",
-            _first(layer, _FEED_FORWARD_READERS) if normed else feed_forward,
-            (feed_forward, *beside),
-            routed,
-        ),
+        Block("attention", (_first(layer, _MIXER_READERS) if normed else mixer,), (mixer,)),
+        Block("moe" if routed else "dense", (reader,), (feed_forward, *beside), routed),
     )
 
 
 def _one_block(layer: nn.Module) -> Block:
     routed = _experts_in(layer, "mixer")
-    return Block("moe" if routed else "attention", "norm", ("mixer",), routed)
+    return Block("moe" if routed else "attention", ("norm",), ("mixer",), routed)
 
 
 def _shortcut_blocks() -> tuple[Block, ...]:
     """Two attentions and two dense MLPs in turn; the experts read beside the first MLP and are added last."""
     return (
-        Block("attention", "input_layernorm.0", ("self_attn.0",)),
-        Block("dense", "mlps.0", ("mlps.0",), norm="post_attention_layernorm.0"),
-        Block("attention", "input_layernorm.1", ("self_attn.1",)),
-        Block("dense", "post_attention_layernorm.1", ("mlps.1",)),
-        Block("moe", "mlp", ("mlp",), ("mlp",), sees=False),
+        Block("attention", ("input_layernorm.0",), ("self_attn.0",)),
+        Block("dense", ("mlps.0",), ("mlps.0",), norm="post_attention_layernorm.0"),
+        Block("attention", ("input_layernorm.1",), ("self_attn.1",)),
+        Block("dense", ("post_attention_layernorm.1",), ("mlps.1",)),
+        Block("moe", ("mlp",), ("mlp",), ("mlp",), sees=False),
     )
 
 
@@ -107,8 +108,8 @@ def _parallel_blocks(layer: nn.Module) -> tuple[Block, ...]:
     """Attention and MoE read the same stream through the same norm."""
     norm, routed = "input_layernorm", _experts_in(layer, "mlp")
     return (
-        Block("attention", "self_attn", ("self_attn",), norm=norm),
-        Block("moe" if routed else "dense", "mlp", ("mlp",), routed, sees=False),
+        Block("attention", ("self_attn",), ("self_attn",), norm=norm),
+        Block("moe" if routed else "dense", ("mlp",), ("mlp",), routed, sees=False),
     )
 
 
@@ -169,7 +170,7 @@ def _forward(
     reads: dict[str, Tensor] = {}
     for number, block in enumerate(blocks):
         drop = drops[block.kind]
-        stream = block.norm or block.read
+        stream = block.norm or block.read[0]
         if not block.sees:
             continue
         if number == 0:
@@ -178,8 +179,9 @@ def _forward(
             seen = run(reads=reads, silent=silent, watch=stream)[1][stream]
         else:
             continue
-        # Called past the hooks, which are for what the layer itself calls.
-        reads[block.read] = layer.get_submodule(block.norm).forward(seen) if block.norm else seen
+        # The norm is called past its hooks, which are for what the layer itself calls.
+        value = layer.get_submodule(block.norm).forward(seen) if block.norm else seen
+        reads |= dict.fromkeys(block.read, value)
     output, _ = run(reads=reads)
     for drop in needed:
         silent = _makers(blocks[-1], drop)
@@ -209,7 +211,9 @@ def _changed(
     seen: dict[str, Tensor] = {}
 
     def put(value: Tensor, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return ((value, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": value})
+        if args:
+            return (value.view(args[0].shape), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": value.view(kwargs["hidden_states"].shape)}
 
     def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen[watch] = args[0] if args else kwargs["hidden_states"]
