@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from fxskip.errors import PassError
+from fxskip.leaves import run_leaf
 
 Role = Literal["input", "compute", "sum", "addend", "residual", "variant", "output"]
 
@@ -178,6 +179,11 @@ _MATRIX_PRODUCTS = frozenset(
 def is_matrix_product(node: fx.Node) -> bool:
     """Whether the node multiplies matrices, grouped products of experts included."""
     return op_name(node) in _MATRIX_PRODUCTS or "grouped_mm" in op_name(node)
+
+
+def is_leaf(node: fx.Node) -> bool:
+    """Whether the node calls a module that runs as it is; its arguments are path, contents, args and kwargs."""
+    return node.target is run_leaf
 
 
 ADDS = frozenset({torch.add, operator.add, operator.iadd, "add", "add_", "__add__", "__iadd__"})
