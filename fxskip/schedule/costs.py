@@ -21,6 +21,7 @@ from fxskip.ir import (
     is_leaf,
     is_matrix_product,
     is_tensor,
+    leaf_path,
     op_name,
     reachable,
     value,
@@ -58,7 +59,7 @@ def block_costs(
     nodes, tokens = list(block_nodes(graph, write)), batch * length
     experts = _experts_per_token(nodes, tokens)
     return Costs(
-        parameters=_parameters(nodes) + sum(leaf_parameters[str(n.args[0])] for n in nodes if is_leaf(n)),
+        parameters=_parameters(nodes) + sum(leaf_parameters[leaf_path(n)] for n in nodes if is_leaf(n)),
         flops_per_token=_flops_per_token(nodes, batch, length),
         experts_per_token=experts,
         exchange_bytes_per_token=None if experts is None else experts * width * bytes_per_element,
