@@ -22,7 +22,7 @@ def test_the_files_of_a_checkpoint_hold_the_words_of_a_spec_as_json_alone(tmp_pa
     student.save_pretrained(tmp_path)
 
     code = tmp_path / REMOTE_CODE
-    assert [path for path in tmp_path.rglob("*.py*")] == [code]
+    assert list(tmp_path.rglob("*.py*")) == [code]
     assert code.read_bytes() == (Path(fxskip.__file__).parent / "checkpoint/remote_code.txt").read_bytes()
     named = [path.name for path in tmp_path.rglob("*") if MARK.encode() in path.read_bytes()]
     assert named == ["config.json"]
