@@ -6,16 +6,17 @@ deepcopy and state_dict see nothing new. No function is stored on the layer; the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxskip.capture.hf import layer_class, require_own_class_forward
 from fxskip.capture.region import CompiledRegion, Streams, compile_region
+from fxskip.capture.twin import layer_class, require_own_class_forward
 from fxskip.errors import CaptureError, PassError
+from fxskip.leaves import make_leaf, running
 from fxskip.pipeline import rewire
 from fxskip.runtime.layer_cache import layer_caches
 from fxskip.wiring import RegionWiring
@@ -43,7 +44,8 @@ class Region(nn.Module):
         region = _compiled(self.fxskip_wiring)
         own = layer_caches(kwargs, self.fxskip_layer)
         try:
-            out, others = region(self, self.fxskip_base, streams, args, own)
+            with running(self):
+                out, others = region(self, self.fxskip_base, streams, args, own)
         except (CaptureError, PassError) as error:
             raise error.within(f"decoder layer {self.fxskip_layer}") from error.__cause__
         if not others:
@@ -57,10 +59,15 @@ class Region(nn.Module):
         return _bare_region, (self.fxskip_base,), vars(self).copy()
 
 
-def install(layers: Iterable[nn.Module], wirings: Sequence[RegionWiring]) -> None:
-    """Turn each layer, in place, into a region with its wiring."""
-    for index, (layer, wiring) in enumerate(zip(layers, wirings, strict=True)):
+def install(
+    layers: Mapping[str, nn.Module], wirings: Sequence[RegionWiring], leaves: Iterable[str] = ()
+) -> None:
+    """Turn each layer, by its path, in place into a region with its wiring, and the modules at `leaves` into leaves."""
+    for index, ((path, layer), wiring) in enumerate(zip(layers.items(), wirings, strict=True)):
         require_own_class_forward(layer, index)
+        for inner in leaves:
+            if inner.startswith(f"{path}."):
+                make_leaf(layer, inner.removeprefix(f"{path}."))
         layer.__class__ = region_class(layer_class(layer))
         layer.fxskip_wiring = wiring  # type: ignore[assignment]
         layer.fxskip_layer = index  # type: ignore[assignment]
