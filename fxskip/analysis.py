@@ -100,11 +100,13 @@ class Analysis:
         """What the spec means for the model."""
         return connect(spec, self.blocks)
 
-    def try_out(self, wiring: ModelWiring) -> None:
+    def try_out(self, model: nn.Module, wiring: ModelWiring) -> None:
         """Rewire each kind of layer once, so that a defect shows now and not at the first forward."""
         graphs = (layer.graph for layer in self.layers)
         for graph, region in dict.fromkeys(zip(graphs, wiring.regions, strict=True)):
             rewire(with_streams(graph, len(region.inputs), len(region.outputs)), region)
+        if self.inputs is not None and any(len(region.outputs) > 1 for region in wiring.regions):
+            plain.require_streams_pass(model, self.inputs, self.layers)
 
     def plan(self, spec: Spec, wiring: ModelWiring) -> Plan:
         """The wiring as a table."""

@@ -54,7 +54,7 @@ def transform(
     _refuse_missing_stages(loaded, mesh)
     analysis = Analysis.of_original("transform", model, example_inputs)
     wiring = analysis.connect(loaded)
-    analysis.try_out(wiring)
+    analysis.try_out(model, wiring)
     with torch.inference_mode(False):  # a copy made in inference mode could never be trained
         student = model if inplace else copy.deepcopy(model)
     analysis.install(student, loaded, wiring)

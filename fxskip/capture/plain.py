@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxskip.capture.region import first_line
-from fxskip.capture.twin import LayerCapture, capture_chain, meta_twin, require_own_class_forward
+from fxskip.capture.twin import (
+    LayerCapture,
+    capture_chain,
+    layer_class,
+    meta_twin,
+    require_own_class_forward,
+)
 from fxskip.errors import CaptureError, FxskipError
 
 Inputs = tuple[Any, ...]
@@ -49,6 +55,49 @@ def without_values(inputs: Inputs) -> Inputs:
     return moved
 
 
+def require_streams_pass(model: nn.Module, inputs: Inputs, layers: Sequence[LayerCapture]) -> None:
+    """Refuse a model that does more with a layer's output than hand it on: rewired, it can be several streams.
+
+    Calls a twin twice, with layers that return one tensor and with layers that return a tuple of two.
+    """
+    results = []
+    for count in (1, 2):
+        twin = meta_twin(model).eval()
+        for number, layer in enumerate(layers):
+            is_last = number == len(layers) - 1
+            _hand_on(twin.get_submodule(layer.path), layer.result, 1 if is_last else count)
+        try:
+            results.append(pytree.tree_map_only(Tensor, _described, call(twin, inputs)))
+        except CaptureError as error:
+            raise CaptureError(
+                "transform", f"{_TOUCHED}: {error.found}", where=error.where, hint=_UNTOUCHED_HINT
+            ) from error.__cause__
+    if results[0] != results[1]:
+        raise CaptureError(
+            "transform",
+            f"{_TOUCHED}: it returns {results[0]} with one stream and {results[1]} with two",
+            where=type(model).__name__,
+            hint=_UNTOUCHED_HINT,
+        )
+
+
+_TOUCHED = "the model does more with a layer's output than hand it to the next layer"
+_UNTOUCHED_HINT = (
+    "between rewired layers the stream is a tuple of tensors, the full one first: collect or change hidden states "
+    "inside the layers or after the last one, not between them"
+)
+
+
+def _hand_on(layer: nn.Module, result: Any, count: int) -> None:
+    def forward(stream: Any, *args: Any, **kwargs: Any) -> Any:
+        first = result[0] if isinstance(result, tuple) else result
+        streams = first if count == 1 else tuple(torch.empty_like(first) for _ in range(count))
+        return (streams, *result[1:]) if isinstance(result, tuple) else streams
+
+    layer.__class__ = layer_class(layer)
+    layer.forward = forward  # type: ignore[method-assign]
+
+
 def call(twin: nn.Module, inputs: Inputs) -> Any:
     """Call a twin on the meta device. Raises CaptureError where its code needs values."""
     try:
@@ -68,10 +117,10 @@ def call(twin: nn.Module, inputs: Inputs) -> Any:
 
 
 def _last_line(twin: nn.Module, error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
+    """Where the model's own code was when the error was raised."""
     file = inspect.getsourcefile(type(twin))
-    last = next((f for f in reversed(frames) if f.filename == file), None)
-    return f', File "{last.filename}", line {last.lineno}: {last.line}' if last else ""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    return f', File "{frames[-1].filename}", line {frames[-1].lineno}: {frames[-1].line}' if frames else ""
 
 
 def find_layers(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:

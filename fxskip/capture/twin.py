@@ -37,6 +37,8 @@ class LayerCapture:
     graph: fx.Graph
     leaves: tuple[str, ...]
     """Paths, in the layer, of the modules that run as they are."""
+    result: Any
+    """What the layer returned to the twin, tensors without values."""
 
 
 def layer_class(layer: nn.Module) -> type[nn.Module]:
@@ -94,8 +96,8 @@ def capture_chain(
             hint="only models that run each decoder layer once, one after the other, are supported",
         )
     return [
-        LayerCapture(path, graph, leaf_paths(layer))
-        for (path, layer), graph in zip(layers.items(), recorder.graphs, strict=True)
+        LayerCapture(path, graph, leaf_paths(layer), result)
+        for (path, layer), graph, result in zip(layers.items(), recorder.graphs, recorder.results, strict=True)
     ]
 
 
@@ -104,6 +106,7 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.graphs: list[fx.Graph] = []
+        self.results: list[Any] = []
         self.order: list[int] = []
         self._output: Tensor | None = None
         self._layers: list[nn.Module] = []
@@ -135,6 +138,7 @@ class _Recorder:
                 out = self._call(layer, base, hidden_states, args, kwargs)
             except CaptureError as error:
                 raise error.within(place) from error.__cause__
+            self.results.append(out)
             self._output = out[0] if isinstance(out, tuple) else out
             return out
 

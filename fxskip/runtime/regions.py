@@ -6,8 +6,10 @@ deepcopy and state_dict see nothing new. No function is stored on the layer; the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -38,7 +40,7 @@ class Region(nn.Module):
     @torch.compiler.disable(recursive=False, reason="fxskip captures its layers itself")  # type: ignore[untyped-decorator]
     def forward(self, hidden_states: Tensor | Streams, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's original body, rewired. Arguments and result are the original layer's."""
-        _refuse_reentrant_checkpointing(self)
+        _refuse_reentrant_checkpointing(self.fxskip_wiring, self)
         streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         _require_streams(self, len(streams))
         region = _compiled(self.fxskip_wiring)
@@ -110,16 +112,19 @@ def _require_streams(layer: Region, found: int) -> None:
         )
 
 
-def _refuse_reentrant_checkpointing(layer: nn.Module) -> None:
+def _refuse_reentrant_checkpointing(wiring: RegionWiring, layer: nn.Module) -> None:
     """Reentrant checkpointing sees no tensors inside a tuple, so it would lose the gradient of the stream."""
-    if not (layer.training and getattr(layer, "gradient_checkpointing", False)):
+    if torch.is_grad_enabled() or len(wiring.inputs) == len(wiring.outputs) == 1:
         return
-    function = getattr(layer, "_gradient_checkpointing_func", None)
-    # torch's own default is the reentrant form, so only a plain False will do.
-    if not isinstance(function, partial) or function.keywords.get("use_reentrant") is not False:
-        raise PassError(
-            "gradient checkpointing",
-            "reentrant checkpointing loses the gradient of streams that cross a layer's border",
-            where=type(layer).__name__,
-            hint='model.gradient_checkpointing_enable({"use_reentrant": False})',
-        )
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        # torch, DeepSpeed and Megatron call it so; it runs the layer without gradients, inside an autograd function.
+        if frame.f_code.co_qualname == "CheckpointFunction.forward":
+            raise PassError(
+                "gradient checkpointing",
+                "reentrant checkpointing loses the gradient of streams that cross a layer's border",
+                where=type(layer).__name__,
+                hint='model.gradient_checkpointing_enable({"use_reentrant": False}), or '
+                "torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)",
+            )
+        frame = frame.f_back
