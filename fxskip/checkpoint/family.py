@@ -28,6 +28,7 @@ from fxskip.capture.hf import decoder_layers
 from fxskip.checkpoint.atomic import replaced_directory
 from fxskip.checkpoint.record import WiringRecord
 from fxskip.errors import CheckpointError
+from fxskip.runtime.decoder import keep_eager
 from fxskip.runtime.regions import install
 
 PREFIX = "fxskip_"
@@ -180,7 +181,7 @@ def adopt(model: PreTrainedModel, record: WiringRecord) -> None:
 
 def wire(model: Any, record: WiringRecord) -> None:
     """Install the wiring of `record` in the decoder layers of `model`."""
-    layers, regions = decoder_layers(model)[1], record.wiring().regions
+    (path, layers), regions = decoder_layers(model), record.wiring().regions
     if len(layers) != len(regions):
         raise CheckpointError(
             "checkpoint",
@@ -189,6 +190,7 @@ def wire(model: Any, record: WiringRecord) -> None:
             hint="restore config.json from a copy, or convert the original model again",
         )
     install(layers, regions)
+    keep_eager(model.get_submodule(path.partition(".")[0]))
 
 
 def base_class(model: PreTrainedModel) -> type[PreTrainedModel]:
