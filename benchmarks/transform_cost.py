@@ -25,7 +25,7 @@ import fxskip
 
 sys.path.insert(0, str(ROOT))
 
-from tests.zoo import tiny  # noqa: E402 - the tiny models live with the tests
+from tests.zoo import tiny
 
 TYPES = [
     "deepseek_v2",
