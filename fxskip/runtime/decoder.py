@@ -8,7 +8,6 @@ language model head and the loss, is compiled if the user compiles the model.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -30,20 +29,24 @@ def keep_eager(decoder: nn.Module) -> None:
         decoder.__class__ = _eager_class(type(decoder))
 
 
-@cache
+_EAGER_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _eager_class(base: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of `base` with a forward that Dynamo leaves alone.
+    """The subclass of `base` with a forward that Dynamo leaves alone; one for each class.
 
     It bears the name of `base`: transformers looks up by name what a class can record and how its weights are named.
     """
-    reason = "fxskip runs the decoder eagerly, so that attention stays causal without a written-out mask"
-    members = {
-        "fxskip_base": base,
-        "forward": torch.compiler.disable(base.forward, reason=reason),  # type: ignore[no-untyped-call]
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-    }
-    return type(base.__name__, (EagerDecoder, base), members)
+    if base not in _EAGER_CLASSES:
+        reason = "fxskip runs the decoder eagerly, so that attention stays causal without a written-out mask"
+        members = {
+            "fxskip_base": base,
+            "forward": torch.compiler.disable(base.forward, reason=reason),
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+        }
+        _EAGER_CLASSES[base] = type(base.__name__, (EagerDecoder, base), members)
+    return _EAGER_CLASSES[base]
 
 
 def _bare_decoder(base: type[nn.Module]) -> nn.Module:
