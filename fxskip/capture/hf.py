@@ -32,28 +32,39 @@ class LayerCapture:
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The path and the list of the decoder layers.
+    """The path and the list of the decoder layers; those of the text model where images or sounds are read too.
 
-    Raises CaptureError for what is not a causal language model of transformers.
+    Raises CaptureError for what is no decoder-only language model of transformers.
     """
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise CaptureError(
             "decoder_layers",
             f"{type(model).__name__} is no causal language model of transformers",
-            hint="pass a model made by AutoModelForCausalLM; other modules are not supported by this version",
+            hint="pass a model made by AutoModelForCausalLM or AutoModelForImageTextToText; other modules are not "
+            "supported by this version",
         )
-    expected = model.config.get_text_config().num_hidden_layers
-    lists = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-    for path, module in lists:
-        inside_a_list = any(path.startswith(f"{outer}.") for outer, _ in lists)
-        if len(module) == expected and not inside_a_list:
-            return path, module
-    raise CaptureError(
-        "decoder_layers",
-        f"{type(model).__name__} holds no list of {expected} decoder layers",
-        where="lists of modules: " + (", ".join(f"{path} ({len(m)})" for path, m in lists) or "none"),
-        hint="this architecture is not supported",
-    )
+    if model.config.is_encoder_decoder:
+        raise CaptureError(
+            "decoder_layers",
+            f"{type(model).__name__} has an encoder and a decoder",
+            hint="only decoder-only language models are supported: rules count the writes of one stream",
+        )
+    decoder = model.get_decoder()
+    prefix = next(path for path, module in model.named_modules() if module is decoder)
+    lists = [(path, m) for path, m in decoder.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+    outermost = [
+        (path, m) for path, m in lists if not any(path.startswith(f"{outer}.") for outer, _ in lists)
+    ]
+    if not outermost:
+        raise CaptureError(
+            "decoder_layers",
+            f"{type(decoder).__name__} holds no list of decoder layers",
+            where=type(model).__name__,
+            hint="this architecture is not supported",
+        )
+    # Beside its layers a decoder may keep small lists (norms, gates); capture checks that the layers form a chain.
+    path, layers = max(outermost, key=lambda found: sum(p.numel() for p in found[1].parameters()))
+    return ".".join(filter(None, (prefix, path))), layers
 
 
 def layer_class(layer: nn.Module) -> type[nn.Module]:
