@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fxskip.errors import FxskipError
-from fxskip.loss.head import Head, gemm_operand
+from fxskip.loss.head import Head
+from fxskip.loss.products import accumulation_dtype, gemm_operand
 
 DEFAULT_CHUNK_TOKENS = 1024
 
@@ -122,6 +123,21 @@ def checked_head(
     temperature: float,
 ) -> Head:
     """The head that belongs to `hidden`, its weight cast to the dtype of `hidden`, as autocast would do."""
+    require_head(who, prefix, hidden, weight, bias, scale=scale, softcap=softcap, temperature=temperature)
+    return Head(gemm_operand(weight.to(hidden.dtype)), bias, scale, softcap, temperature)
+
+
+def require_head(
+    who: str,
+    prefix: str,
+    hidden: Tensor,
+    weight: Any,
+    bias: Any,
+    *,
+    scale: float,
+    softcap: float | None,
+    temperature: float,
+) -> None:
     name = f"{prefix}weight"
     checked_hidden(who, name, weight)
     if weight.shape[1] != hidden.shape[1]:
@@ -145,7 +161,6 @@ def checked_head(
         raise FxskipError(
             who, f"scale is {scale}", hint="scale multiplies the logits: a finite number that is not 0"
         )
-    return Head(gemm_operand(weight.to(hidden.dtype)), bias, scale, softcap, temperature)
 
 
 def require_positive(who: str, **values: float) -> None:
@@ -162,15 +177,22 @@ def require_same_device(who: str, **tensors: Tensor | None) -> None:
 
 
 def checked_chunk(who: str, chunk_tokens: Any) -> int:
-    if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int) or chunk_tokens < 1:
-        raise FxskipError(
-            who, f"chunk_tokens is {chunk_tokens!r}", hint="chunk_tokens is a whole number, 1 or more"
-        )
-    return chunk_tokens
+    return require_whole_number(who, "chunk_tokens", chunk_tokens)
 
 
-def checked_token_weight(who: str, hidden: Tensor, token_weight: Any) -> Tensor | None:
-    """`token_weight` as [N] in a float dtype, or None when all tokens count the same."""
+def require_whole_number(who: str, name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise FxskipError(who, f"{name} is {value!r}", hint=f"{name} is a whole number, 1 or more")
+    return value
+
+
+def checked_token_weight(
+    who: str, hidden: Tensor, token_weight: Any, *, values: bool = True
+) -> Tensor | None:
+    """`token_weight` as [N] in a float dtype, or None when all tokens count the same.
+
+    Looking at its `values` waits for the device.
+    """
     if token_weight is None:
         return None
     count = hidden.shape[0]
@@ -184,14 +206,19 @@ def checked_token_weight(who: str, hidden: Tensor, token_weight: Any) -> Tensor 
         raise FxskipError(
             who, "token_weight requires a gradient", hint="weights are constants: token_weight.detach()"
         )
-    weight_N = token_weight.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+    weight_N = token_weight.to(accumulation_dtype(hidden.dtype))
+    if values:
+        require_weights(who, weight_N)
+    return weight_N
+
+
+def require_weights(who: str, weight_N: Tensor) -> None:
     bad = ~(torch.isfinite(weight_N) & (weight_N >= 0))
     if bool(bad.any()):
         at = int(bad.nonzero()[0])
         raise FxskipError(
             who, f"token_weight[{at}] is {float(weight_N[at])}", hint="weights are finite and 0 or more"
         )
-    return weight_N
 
 
 def checked_denominator(

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from fxskip.errors import FxskipError
 from fxskip.loss.arguments import KLInputs, KLOptions
 from fxskip.loss.chunked import Rows, row_chunks
-from fxskip.loss.head import accumulation_dtype
+from fxskip.loss.products import accumulation_dtype
 
 
 def dense_kl(

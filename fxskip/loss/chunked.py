@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fxskip.errors import FxskipError
-from fxskip.loss.head import Head, accumulation_dtype, add_matmul_, gemm_operand, wide_matmul
+from fxskip.loss.head import Head
+from fxskip.loss.products import accumulation_dtype, gemm_operand, multiply_into, wide_matmul
 
 Rows = slice | Tensor
 
@@ -100,7 +101,7 @@ def add_gradients(
         # Nothing else is added to these rows: one rounding, to the dtype of the hidden states.
         gradients.hidden_ND[rows] = wide_matmul(d_operand_tV, head.weight_VD).to(gradients.hidden_ND.dtype)
     if gradients.weight_VD is not None:
-        add_matmul_(gradients.weight_VD, d_operand_tV.T, gemm_operand(hidden_tD))
+        multiply_into(gradients.weight_VD, d_operand_tV.T, gemm_operand(hidden_tD), add=True)
 
 
 class GradientInForward(torch.autograd.Function):

@@ -1,0 +1,51 @@
+"""Which implementation of a loss runs: Triton kernels or plain PyTorch."""
+
+import importlib.util
+import warnings
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fxskip.errors import FxskipError
+
+Implementation = Literal["auto", "triton", "torch"]
+
+
+def chosen_implementation(who: str, implementation: str, hidden: Tensor) -> Literal["triton", "torch"]:
+    """"triton" or "torch". "auto" is Triton on CUDA and PyTorch elsewhere; where CUDA tensors cannot have the
+    kernels, "auto" says why in a warning and "triton" raises."""
+    if implementation == "torch":
+        return "torch"
+    if implementation not in ("auto", "triton"):
+        raise FxskipError(
+            who, f"implementation is {implementation!r}", hint="implementation is auto, triton or torch"
+        )
+    obstacle = obstacle_to_triton(hidden)
+    if obstacle is None:
+        return "triton"
+    if implementation == "triton":
+        raise FxskipError(
+            who, f"implementation='triton' cannot run: {obstacle}", hint="implementation='torch', or 'auto'"
+        )
+    if hidden.is_cuda:
+        warnings.warn(f"{who}: implementation='auto' runs 'torch': {obstacle}", RuntimeWarning, stacklevel=3)
+    return "torch"
+
+
+def obstacle_to_triton(hidden: Tensor) -> str | None:
+    """Why the kernels cannot take `hidden`; None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if hidden.dtype not in (torch.bfloat16, torch.float32):
+        return f"hidden is {hidden.dtype}, and the kernels take bfloat16 and float32"
+    if not hidden.is_cuda and not is_interpreted():
+        return f"hidden is on {hidden.device}, and the kernels need CUDA (or TRITON_INTERPRET=1, for tests)"
+    return None
+
+
+def is_interpreted() -> bool:
+    """Triton runs its kernels in Python, one program after the other: the switch is read when they are defined."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
