@@ -15,4 +15,12 @@ from fxskip.loss.hidden_kl import hidden_kl
 from fxskip.loss.sparse_kl import sparse_kl
 from fxskip.loss.tails import truncated_minimum
 
-__all__ = ["cross_entropy", "dense_kl", "forward_chunked_kl", "full_chunked_kl", "hidden_kl", "sparse_kl", "truncated_minimum"]
+__all__ = [
+    "cross_entropy",
+    "dense_kl",
+    "forward_chunked_kl",
+    "full_chunked_kl",
+    "hidden_kl",
+    "sparse_kl",
+    "truncated_minimum",
+]

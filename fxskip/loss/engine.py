@@ -94,7 +94,9 @@ def form(problem: Problem) -> Formed:
     tokens = len(hidden_ND) if problem.counted_n is None else len(problem.counted_n)
     d_hidden_nD = hidden_ND.new_empty(tokens, hidden_ND.shape[1]) if wanted.hidden else None
     make_sum = torch.empty_like if tokens else torch.zeros_like  # the first step overwrites
-    d_weight_VD = make_sum(weight_VD, dtype=wide, memory_format=torch.contiguous_format) if wanted.weight else None
+    d_weight_VD = (
+        make_sum(weight_VD, dtype=wide, memory_format=torch.contiguous_format) if wanted.weight else None
+    )
     d_bias_V = weight_VD.new_zeros(len(weight_VD), dtype=wide) if wanted.bias else None
     loss = torch.zeros((), dtype=torch.float64, device=hidden_ND.device)
     reductions: list[dist.Work] = []

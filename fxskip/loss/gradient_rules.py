@@ -42,15 +42,15 @@ def with_padding(gradient: Tensor, argument: Tensor) -> Tensor:
 def register_gradient_rules(operator: CustomOpDef, who: str) -> None:
     """Gives `operator` its shapes and its derivative; `who` stands in errors."""
 
-    def shapes(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool], *_: Any
-    ) -> Results:
+    def shapes(hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool], *_: Any) -> Results:
         wide = accumulation_dtype(hidden.dtype)
         gradients = (
             torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
             if is_wanted and x is not None
             else hidden.new_empty(0)
-            for x, dtype, is_wanted in zip((hidden, weight, bias), (hidden.dtype, wide, wide), wanted, strict=True)
+            for x, dtype, is_wanted in zip(
+                (hidden, weight, bias), (hidden.dtype, wide, wide), wanted, strict=True
+            )
         )
         return hidden.new_empty((), dtype=wide), *gradients
 
@@ -73,7 +73,9 @@ def register_gradient_rules(operator: CustomOpDef, who: str) -> None:
         # With retain_graph=True the saved gradients are used again; without, autograd forgets them after this call.
         is_used_again = torch._C._autograd._get_current_graph_task_keep_graph()
         gradients = (
-            scaled(saved, d_loss, dtype, in_place=not is_used_again) if is_wanted and d_loss is not None else None
+            scaled(saved, d_loss, dtype, in_place=not is_used_again)
+            if is_wanted and d_loss is not None
+            else None
             for saved, dtype, is_wanted in zip(ctx.saved_tensors, ctx.dtypes, ctx.wanted, strict=True)
         )
         return *gradients, *[None] * ctx.other_inputs
@@ -87,4 +89,3 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, *, in_place: bo
         # One kernel: a product in float32, rounded as it is stored.
         return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
     return gradient.mul_(factor) if in_place else gradient * factor
-

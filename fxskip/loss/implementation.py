@@ -13,7 +13,7 @@ Implementation = Literal["auto", "triton", "torch"]
 
 
 def chosen_implementation(who: str, implementation: str, hidden: Tensor) -> Literal["triton", "torch"]:
-    """"triton" or "torch". "auto" is Triton on CUDA and PyTorch elsewhere; where CUDA tensors cannot have the
+    """ "triton" or "torch". "auto" is Triton on CUDA and PyTorch elsewhere; where CUDA tensors cannot have the
     kernels, "auto" says why in a warning and "triton" raises."""
     if implementation == "torch":
         return "torch"

@@ -56,7 +56,9 @@ def sparse_kl_operator(
         head = Head(operand_VD, None if bias is None else bias[: shard.columns], scale, softcap, temperature)
         target = SparseTarget(head, teacher, share_N, tail, shard)
         wide = accumulation_dtype(hidden.dtype)
-        chunking = Chunking(chunk_tokens, accumulate, logits_dtype or (operand_VD.dtype if is_triton else wide))
+        chunking = Chunking(
+            chunk_tokens, accumulate, logits_dtype or (operand_VD.dtype if is_triton else wide)
+        )
         counted_n = None if token_weight is None else token_weight.nonzero().flatten()
         problem = Problem(
             row_loss(target, implementation),
@@ -81,7 +83,9 @@ def row_loss(target: SparseTarget, implementation: str) -> RowLoss:
 
 def share_of_tokens(hidden: Tensor, token_weight: Tensor | None, denominator: Tensor) -> Tensor:
     """[N]: what a token's loss is multiplied by. In it before gradients are rounded to the dtype of the GEMMs."""
-    ones_or_weights = hidden.new_ones(len(hidden), dtype=denominator.dtype) if token_weight is None else token_weight
+    ones_or_weights = (
+        hidden.new_ones(len(hidden), dtype=denominator.dtype) if token_weight is None else token_weight
+    )
     return (ones_or_weights / denominator).to(accumulation_dtype(hidden.dtype))
 
 

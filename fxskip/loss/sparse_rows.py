@@ -65,7 +65,9 @@ class TorchRows:
                 d_taken_tK = row.support_factor[:, None] * (taken_tK - row.support_reference[:, None]).exp()
                 d_taken_tK -= row.p_factor[:, None] * support.p
                 # Off the rank and at repeated ids 0 is added; each token of the support gets one number.
-                d_tV = d_rest_tV.scatter_add_(1, support.columns, torch.where(support.is_first, d_taken_tK, 0.0))
+                d_tV = d_rest_tV.scatter_add_(
+                    1, support.columns, torch.where(support.is_first, d_taken_tK, 0.0)
+                )
                 gradient_tV.copy_(d_tV.mul_(slope_tV).mul_(share_t[:, None]))
             return row.loss * share_t
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from fxskip.loss import sparse_kernels as kernels
@@ -23,10 +22,12 @@ KERNEL_TAILS = dict(
 
 @dataclass(frozen=True)
 class Tuning:
-    """Launch parameters of the row kernel: `block` columns a load, four loads at a time."""
+    """Launch parameters: `block` columns a load of the row kernel, `support_block` entries of a teacher row."""
 
     block: int = 2048
     warps: int = 8
+    support_block: int = 32
+    support_warps: int = 4
 
 
 @dataclass
@@ -47,16 +48,16 @@ class Chunk:
 class TritonRows:
     """A `RowLoss`. One launch a chunk for the whole row, two around the exchange of a group."""
 
-    tuning = Tuning()
-
-    def __init__(self, target: SparseTarget) -> None:
-        self.target = target
+    def __init__(self, target: SparseTarget, tuning: Tuning = Tuning()) -> None:
+        self.target, self.tuning = target, tuning
         head = target.head
-        self.bias_V = head.weight_VD if head.bias_V is None else head.bias_V.contiguous()  # unread without a bias
+        self.bias_V = (
+            head.weight_VD if head.bias_V is None else head.bias_V.contiguous()
+        )  # unread without a bias
         self.numbers = (head.scale, head.softcap or 1.0, 1.0 / head.temperature)
         self.flags = {"HAS_BIAS": head.bias_V is not None, "HAS_SOFTCAP": head.softcap is not None}
         width = target.teacher.ids.shape[1]
-        self.sizes = {"K": width, "BLOCK_K": min(64, max(16, triton.next_power_of_2(width)))}
+        self.sizes = {"K": width, "BLOCK_K": self.tuning.support_block}
 
     def begin(self, product_tV: Tensor, gradient_tV: Tensor | None, rows: Rows) -> Finish:
         chunk = self.take_support(product_tV, gradient_tV, rows)
@@ -97,7 +98,8 @@ class TritonRows:
         launch(kernels.take_support, tokens)(
             product_tV, product_tV.stride(0), self.bias_V, teacher.ids, teacher.logp, counts,
             chunk.taken2_tK, chunk.merged_tK, chunk.sums_t3, self.target.shard.first, *self.numbers,
-            V=columns, HAS_COUNTS=teacher.counts is not None, num_warps=4, **self.sizes, **self.flags,
+            V=columns, HAS_COUNTS=teacher.counts is not None, num_warps=self.tuning.support_warps,
+            **self.sizes, **self.flags,
         )  # fmt: skip
         return chunk
 

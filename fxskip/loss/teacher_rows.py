@@ -102,7 +102,11 @@ def checked_teacher(who: str, hidden: Tensor, ids: Any, logp: Any, counts: Any) 
     if counts is not None:
         wrong_kind = not isinstance(counts, Tensor) or counts.is_floating_point() or counts.is_complex()
         if wrong_kind or list(counts.shape) != [tokens] or counts.dtype == torch.bool:
-            found = f"{counts.dtype} {list(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
+            found = (
+                f"{counts.dtype} {list(counts.shape)}"
+                if isinstance(counts, Tensor)
+                else type(counts).__name__
+            )
             raise FxskipError(who, f"counts is {found}", hint=f"counts is [{tokens}], whole numbers, or None")
     require_same_device(who, hidden=hidden, ids=ids, logp=logp, counts=counts)
     return TeacherRows(ids, logp, counts)

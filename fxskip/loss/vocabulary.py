@@ -35,7 +35,13 @@ def group_of(name: str) -> dist.ProcessGroup | None:
 
 
 def shard_of(
-    who: str, weight: Tensor, vocabulary: int | None, group: dist.ProcessGroup | None, hidden: Tensor, *, validate: bool
+    who: str,
+    weight: Tensor,
+    vocabulary: int | None,
+    group: dist.ProcessGroup | None,
+    hidden: Tensor,
+    *,
+    validate: bool,
 ) -> Shard:
     """Where this rank's rows of the head lie. With `validate` the ranks tell one another what they hold, and the host
     waits for it; without, all are taken to hold as many rows as this one."""
