@@ -23,10 +23,10 @@ class Shard:
     def gathered(self, rows: Tensor) -> tuple[Tensor, dist.Work]:
         """[ranks, ...]: `rows` of every rank, when the returned work is done."""
         assert self.group is not None
-        every = rows.new_empty(self.group.size(), *rows.shape)
-        work = dist.all_gather_into_tensor(every, rows, group=self.group, async_op=True)
+        every = rows.new_empty(self.group.size() * rows.numel())  # flat: all that every backend takes
+        work = dist.all_gather_into_tensor(every, rows.reshape(-1), group=self.group, async_op=True)
         assert work is not None
-        return every, work
+        return every.view(-1, *rows.shape), work
 
 
 def group_of(name: str) -> dist.ProcessGroup | None:
@@ -67,9 +67,9 @@ def shard_of(
 def agreed_sizes(who: str, weight: Tensor, hidden: Tensor, group: dist.ProcessGroup) -> list[int]:
     """Rows of each rank's weight; the ranks agree on the tokens and on the width."""
     mine = torch.tensor([len(weight), *hidden.shape], device=weight.device)
-    every = mine.new_empty(group.size(), len(mine))
+    every = mine.new_empty(group.size() * len(mine))
     dist.all_gather_into_tensor(every, mine, group=group)
-    sizes, tokens, widths = every.T.tolist()
+    sizes, tokens, widths = every.view(-1, len(mine)).T.tolist()
     for name, values in (("tokens", tokens), ("width", widths)):
         if len(set(values)) > 1:
             raise FxskipError(
