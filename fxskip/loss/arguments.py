@@ -1,8 +1,7 @@
 """The argument checks that all losses share. Each error names function, argument and what would be right."""
 
 import math
-from dataclasses import dataclass
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from fxskip.errors import FxskipError
 from fxskip.loss.head import Head
 from fxskip.loss.products import accumulation_dtype, gemm_operand
 
-DEFAULT_CHUNK_TOKENS = 1024
+DEFAULT_CHUNK_TOKENS = 4096
 
 
 class KLOptions(TypedDict, total=False):
@@ -27,57 +26,47 @@ class KLOptions(TypedDict, total=False):
     softcap: float | None
 
 
-@dataclass(frozen=True)
-class KLInputs:
-    """Checked arguments of a KL between two models. The teacher's side is detached."""
+class Reduction(NamedTuple):
+    """How the tokens of a call are put together, checked but for the values of the weights."""
 
-    student: Head
-    teacher: Head
-    teacher_hidden: Tensor
     weight_N: Tensor | None
     denominator: Tensor | float
     chunk_tokens: int
 
-    @classmethod
-    def checked(
-        cls,
-        who: str,
-        student_hidden: Any,
-        student_weight: Any,
-        teacher_hidden: Any,
-        teacher_weight: Any,
-        /,
-        **options: Unpack[KLOptions],
-    ) -> Self:
-        checked_hidden(who, "student_hidden", student_hidden)
-        checked_hidden(who, "teacher_hidden", teacher_hidden)
-        after_gemm: dict[str, Any] = {
-            "scale": options.get("scale", 1.0),
-            "softcap": options.get("softcap"),
-            "temperature": options.get("temperature", 1.0),
-        }
-        student_bias, teacher_bias = options.get("student_bias"), options.get("teacher_bias")
-        student = checked_head(who, "student_", student_hidden, student_weight, student_bias, **after_gemm)
-        with torch.no_grad():
-            teacher = checked_head(
-                who, "teacher_", teacher_hidden, teacher_weight, teacher_bias, **after_gemm
-            )
-        require_a_pair(who, student_hidden, student, teacher_hidden, teacher)
-        weight_N = checked_token_weight(who, student_hidden, options.get("token_weight"))
-        return cls(
-            student,
-            teacher,
-            teacher_hidden.detach(),
-            weight_N,
-            checked_denominator(who, student_hidden, weight_N, options.get("denominator")),
-            checked_chunk(who, options.get("chunk_tokens", DEFAULT_CHUNK_TOKENS)),
-        )
+
+def checked_pair(
+    who: str,
+    student_hidden: Any,
+    student_weight: Any,
+    teacher_hidden: Any,
+    teacher_weight: Any,
+    /,
+    **options: Unpack[KLOptions],
+) -> Reduction:
+    """Both sides are what they should be, and speak of the same tokens and of the same vocabulary."""
+    checked_hidden(who, "student_hidden", student_hidden)
+    checked_hidden(who, "teacher_hidden", teacher_hidden)
+    after_gemm: dict[str, Any] = {
+        "scale": options.get("scale", 1.0),
+        "softcap": options.get("softcap"),
+        "temperature": options.get("temperature", 1.0),
+    }
+    student = student_hidden, student_weight, options.get("student_bias")
+    teacher = teacher_hidden, teacher_weight, options.get("teacher_bias")
+    require_head(who, "student_", *student, **after_gemm)
+    require_head(who, "teacher_", *teacher, **after_gemm)
+    require_a_pair(who, student_hidden, student_weight, teacher_hidden, teacher_weight)
+    weight_N = checked_token_weight(who, student_hidden, options.get("token_weight"))
+    return Reduction(
+        weight_N,
+        checked_denominator(who, student_hidden, weight_N, options.get("denominator")),
+        checked_chunk(who, options.get("chunk_tokens", DEFAULT_CHUNK_TOKENS)),
+    )
 
 
 def require_a_pair(
-    who: str, student_hidden: Tensor, student: Head, teacher_hidden: Tensor, teacher: Head
+    who: str, student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor
 ) -> None:
-    """Both sides speak of the same tokens and of the same vocabulary."""
     require_same_device(who, student_hidden=student_hidden, teacher_hidden=teacher_hidden)
     if student_hidden.shape[0] != teacher_hidden.shape[0]:
         raise FxskipError(
@@ -85,7 +74,7 @@ def require_a_pair(
             f"teacher_hidden has {teacher_hidden.shape[0]} tokens, student_hidden {student_hidden.shape[0]}",
             hint="give both models the same tokens, in the same order",
         )
-    student_size, teacher_size = student.weight_VD.shape[0], teacher.weight_VD.shape[0]
+    student_size, teacher_size = student_weight.shape[0], teacher_weight.shape[0]
     if student_size != teacher_size:
         smaller = min(student_size, teacher_size)
         raise FxskipError(
@@ -186,13 +175,9 @@ def require_whole_number(who: str, name: str, value: Any) -> int:
     return value
 
 
-def checked_token_weight(
-    who: str, hidden: Tensor, token_weight: Any, *, values: bool = True
-) -> Tensor | None:
-    """`token_weight` as [N] in a float dtype, or None when all tokens count the same.
-
-    Looking at its `values` waits for the device.
-    """
+def checked_token_weight(who: str, hidden: Tensor, token_weight: Any) -> Tensor | None:
+    """`token_weight` as [N] in a float dtype, or None when all tokens count the same; `require_weights` looks at
+    the values."""
     if token_weight is None:
         return None
     count = hidden.shape[0]
@@ -206,19 +191,26 @@ def checked_token_weight(
         raise FxskipError(
             who, "token_weight requires a gradient", hint="weights are constants: token_weight.detach()"
         )
-    weight_N = token_weight.to(accumulation_dtype(hidden.dtype))
-    if values:
-        require_weights(who, weight_N)
-    return weight_N
+    return token_weight.to(accumulation_dtype(hidden.dtype))
 
 
-def require_weights(who: str, weight_N: Tensor) -> None:
+def require_weights(who: str, weight_N: Tensor | None) -> None:
+    """Values of token weights; waits for the device."""
+    if weight_N is None:
+        return
     bad = ~(torch.isfinite(weight_N) & (weight_N >= 0))
     if bool(bad.any()):
         at = int(bad.nonzero()[0])
         raise FxskipError(
             who, f"token_weight[{at}] is {float(weight_N[at])}", hint="weights are finite and 0 or more"
         )
+
+
+def as_scalar(denominator: Tensor | float, hidden: Tensor) -> Tensor:
+    wide = accumulation_dtype(hidden.dtype)
+    if isinstance(denominator, Tensor):
+        return denominator.to(hidden.device, wide)
+    return torch.full((), denominator, dtype=wide, device=hidden.device)
 
 
 def checked_denominator(

@@ -1,7 +1,7 @@
 """How autograd and torch.compile see a loss whose gradient was formed in its forward.
 
-Each loss is a custom operator with the arguments (hidden, weight, bias, wanted, ...) and the results (loss, d hidden,
-d weight, d bias); results that are not wanted are empty. torch.compile sees one call, and its shapes.
+Each loss is a custom operator with the arguments (hidden, weight, bias, wanted, who, ...) and the results (loss,
+d hidden, d weight, d bias); results that are not wanted are empty. torch.compile sees one call, and its shapes.
 """
 
 from typing import Any
@@ -39,8 +39,8 @@ def with_padding(gradient: Tensor, argument: Tensor) -> Tensor:
     return padded
 
 
-def register_gradient_rules(operator: CustomOpDef, who: str) -> None:
-    """Gives `operator` its shapes and its derivative; `who` stands in errors."""
+def register_gradient_rules(operator: CustomOpDef) -> None:
+    """Gives `operator` its shapes and its derivative."""
 
     def shapes(hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool], *_: Any) -> Results:
         wide = accumulation_dtype(hidden.dtype)
@@ -55,9 +55,9 @@ def register_gradient_rules(operator: CustomOpDef, who: str) -> None:
         return hidden.new_empty((), dtype=wide), *gradients
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
-        hidden, weight, bias, ctx.wanted, *others = inputs
+        hidden, weight, bias, ctx.wanted, ctx.who, *others = inputs
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
-        ctx.other_inputs = 1 + len(others)
+        ctx.other_inputs = 2 + len(others)
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*output[1:])
@@ -65,7 +65,7 @@ def register_gradient_rules(operator: CustomOpDef, who: str) -> None:
     def backward(ctx: Any, d_loss: Tensor | None, *_: Any) -> Any:
         if torch.is_grad_enabled():  # only with create_graph=True
             raise FxskipError(
-                who,
+                ctx.who,
                 "create_graph=True asks for a gradient of the gradient, and there is none: "
                 "the gradient was formed in the forward, as a constant",
                 hint="drop create_graph=True, or use fxskip.loss.dense_kl",

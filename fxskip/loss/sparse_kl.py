@@ -2,14 +2,12 @@
 
 # N tokens, D width, V vocabulary, K entries of a teacher row
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxskip.errors import FxskipError
 from fxskip.loss.arguments import (
+    as_scalar,
     checked_chunk,
     checked_denominator,
     checked_hidden,
@@ -18,11 +16,12 @@ from fxskip.loss.arguments import (
     require_whole_number,
 )
 from fxskip.loss.gradient_rules import wanted_of
-from fxskip.loss.implementation import Implementation, chosen_implementation
-from fxskip.loss.products import accumulation_dtype
-from fxskip.loss.sparse_operator import WHO, sparse_kl_operator
+from fxskip.loss.implementation import Implementation, checked_logits_dtype, chosen_implementation
+from fxskip.loss.operators import sparse_kl_operator
 from fxskip.loss.tails import Tail, checked_tail
 from fxskip.loss.teacher_rows import checked_teacher
+
+WHO = "sparse_kl"
 
 
 def sparse_kl(
@@ -86,13 +85,14 @@ def sparse_kl(
     checked_hidden(WHO, "hidden", hidden)
     require_head(WHO, "", hidden, weight, bias, scale=scale, softcap=softcap, temperature=temperature)
     teacher = checked_teacher(WHO, hidden, ids, logp, counts)
-    chosen = chosen_implementation(WHO, implementation, hidden)
-    weight_N = checked_token_weight(WHO, hidden, token_weight, values=False)  # the operator looks
+    chosen = chosen_implementation(WHO, implementation, hidden, scale)
+    weight_N = checked_token_weight(WHO, hidden, token_weight)
     loss: Tensor = sparse_kl_operator(
         hidden,
         weight,
         bias,
         wanted_of(hidden, weight, bias),
+        WHO,
         teacher.ids,
         teacher.logp,
         teacher.counts,
@@ -105,30 +105,9 @@ def sparse_kl(
         vocabulary,
         checked_chunk(WHO, chunk_tokens),
         require_whole_number(WHO, "accumulate", accumulate),
-        checked_logits_dtype(logits_dtype, hidden, chosen),
+        checked_logits_dtype(WHO, logits_dtype, hidden, chosen),
         "" if group is None else group.group_name,
         chosen,
         validate,
     )[0]
     return loss
-
-
-def as_scalar(denominator: Tensor | float, hidden: Tensor) -> Tensor:
-    wide = accumulation_dtype(hidden.dtype)
-    if isinstance(denominator, Tensor):
-        return denominator.to(hidden.device, wide)
-    return torch.full((), denominator, dtype=wide, device=hidden.device)
-
-
-def checked_logits_dtype(logits_dtype: Any, hidden: Tensor, implementation: str) -> torch.dtype | None:
-    if logits_dtype is None:
-        return None
-    wide = accumulation_dtype(hidden.dtype)
-    allowed = (wide,) if implementation == "torch" else tuple({hidden.dtype, wide})
-    if logits_dtype not in allowed:
-        raise FxskipError(
-            WHO,
-            f"logits_dtype is {logits_dtype}, hidden {hidden.dtype}, implementation {implementation!r}",
-            hint=f"logits_dtype is None or {' or '.join(map(str, allowed))}",
-        )
-    return wide if logits_dtype == wide else hidden.dtype

@@ -13,7 +13,7 @@ from fxskip.errors import FxskipError
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part: tokens first to first + columns - 1 of `vocabulary`. Rows of the weight after them are padding."""
+    """This rank's part: tokens first to first + columns - 1 of `vocabulary`. Later rows of the weight are padding."""
 
     group: dist.ProcessGroup | None
     first: int
