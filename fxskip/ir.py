@@ -10,12 +10,13 @@ import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import fx
 
 from fxskip.errors import PassError
+from fxskip.leaves import Contents, run_leaf
 
 Role = Literal["input", "compute", "sum", "addend", "residual", "carry", "variant", "output"]
 
@@ -104,6 +105,16 @@ def _(value: torch.Tensor, index: int) -> torch.Tensor:
     return torch.empty_like(value)
 
 
+def scattered(operation: str, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Marks what `operation` (index_add, scatter_add, index_put) adds to its first operand, as a tensor like that."""
+    raise refuse_to_run("scattered")
+
+
+def add_scattered(base: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Marks the sum of `base` and what `scattered` gives."""
+    raise refuse_to_run("add_scattered")
+
+
 def _marked(graph: fx.Graph, op: str) -> dict[int, fx.Node]:
     target = getattr(torch.ops.fxskip, op).default
     return {int(n.args[1]): n for n in graph.nodes if n.target is target}
@@ -180,11 +191,28 @@ _MATRIX_PRODUCTS = frozenset(
 
 
 def is_matrix_product(node: fx.Node) -> bool:
-    """Whether the node multiplies matrices, grouped products of experts included."""
-    return op_name(node) in _MATRIX_PRODUCTS or "grouped_mm" in op_name(node)
+    """Whether the node multiplies matrices: grouped products of experts and modules that run as they are, too."""
+    return op_name(node) in _MATRIX_PRODUCTS or "grouped_mm" in op_name(node) or is_leaf(node)
 
 
-ADDS = frozenset({torch.add, operator.add, operator.iadd, "add", "add_", "__add__", "__iadd__"})
+def is_leaf(node: fx.Node) -> bool:
+    """Whether the node calls a module that runs as it is."""
+    return node.target is run_leaf
+
+
+def leaf_path(node: fx.Node) -> str:
+    """Path, in the decoder layer, of the module that a leaf node calls."""
+    return str(node.args[0])
+
+
+def leaf_contents(node: fx.Node) -> Contents:
+    """What the module of a leaf node adds."""
+    return cast(Contents, node.args[1])
+
+
+ADDS = frozenset(
+    {torch.add, operator.add, operator.iadd, "add", "add_", "__add__", "__iadd__", add_scattered}
+)
 
 
 def is_add(node: fx.Node) -> bool:
@@ -196,6 +224,24 @@ def is_add(node: fx.Node) -> bool:
         and not node.kwargs
         and all(is_tensor(a) for a in node.args)
     )
+
+
+def is_scattered_add(node: fx.Node) -> bool:
+    """Whether the node adds tensors to some positions of its first operand, in place or not."""
+    name = op_name(node).removesuffix("_")
+    if name == "index_put":
+        return node.kwargs.get("accumulate", node.args[3] if len(node.args) > 3 else False) is True
+    return name in ("index_add", "scatter_add")
+
+
+_BLANK = ("zeros", "empty", "full", "new_zeros", "new_empty", "new_full")
+
+
+def is_blank(node: fx.Node) -> bool:
+    """Whether the memory of the node's value held nothing but a constant when it was made."""
+    memory = storage(node)
+    maker = next(n for n in node.graph.nodes if storage(n) == memory)
+    return op_name(maker).removesuffix("_like") in _BLANK
 
 
 def mutated_base(node: fx.Node) -> fx.Node | None:

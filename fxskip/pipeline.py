@@ -18,6 +18,7 @@ from fxskip.passes.classify import classify
 from fxskip.passes.find_stream import find_stream
 from fxskip.passes.functionalise import functionalise
 from fxskip.passes.reroute import reroute
+from fxskip.passes.scattered_adds import join_scattered_adds, separate_scattered_adds
 from fxskip.passes.split_contributions import split_contributions
 from fxskip.passes.sub_blocks import sub_blocks
 from fxskip.passes.unshare import unshare
@@ -27,12 +28,17 @@ from fxskip.wiring import BlockWiring, RegionWiring, SubBlock
 
 ANALYSIS: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     functionalise,
+    separate_scattered_adds,
     find_stream,
     classify,
     split_contributions,
 )
 REWIRING: tuple[Callable[[fx.Graph, RegionWiring], fx.Graph], ...] = (unshare, reroute, verify)
-FINISHING: tuple[Callable[[fx.Graph], fx.Graph], ...] = (remove_markers, use_eager_kernels)
+FINISHING: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
+    join_scattered_adds,
+    remove_markers,
+    use_eager_kernels,
+)
 
 
 def analyse(graph: fx.Graph) -> fx.Graph:

@@ -126,6 +126,8 @@ def connect(spec: Spec, blocks: Sequence[SubBlock]) -> ModelWiring:
     for number, rule in enumerate(spec.connect):
         _require_an_effect(number, rule, [c for c in connections if c.rule == number], blocks)
     split_sum = spec.sum == "split"
+    if split_sum:
+        _require_sums(blocks)
     return ModelWiring(
         connections, tuple(_region(connections, layer, split_sum) for layer in range(n_layers))
     )
@@ -192,6 +194,25 @@ def _connection(blocks: Sequence[SubBlock], index: int, number: int | None, rule
     return Connection(
         block, write, tuple(sorted(lacks - unseen)), unseen, number, bool(lacks & unseen), "; ".join(notes)
     )
+
+
+def _require_sums(blocks: Sequence[SubBlock]) -> None:
+    """Refuse `sum: split` where a sum cannot be split, or where there is none."""
+    for block in blocks:
+        if block.inseparable:
+            raise PassError(
+                "connect",
+                f"sum: split: routed and shared experts of layer {block.layer} cannot be told apart",
+                where=f"{block.path}: {block.inseparable}",
+                hint="delete sum: split",
+            )
+    if not any({"routed", "shared"} <= set(block.addends) for block in blocks):
+        raise PassError(
+            "connect",
+            "sum: split changes nothing: no MoE block adds both routed and shared experts",
+            where=f"the model has {_census(blocks)}",
+            hint="delete sum: split",
+        )
 
 
 def _require_an_effect(

@@ -10,8 +10,11 @@ from fxskip.ir import (
     copy_graph,
     dataflow,
     info,
+    is_leaf,
     is_matrix_product,
     is_tensor,
+    leaf_contents,
+    leaf_path,
     module_path,
     op_name,
     reachable,
@@ -19,8 +22,8 @@ from fxskip.ir import (
     value,
     writes,
 )
-from fxskip.linear import CASTS, VIEWS
 
+_CHOICES = ("topk", "argmax")
 _SEQUENCE_MIXING = ("conv1d", "selective_scan", "delta_rule", "linear_attn", "chunk_scan")
 
 
@@ -49,7 +52,7 @@ def kind_of(nodes: list[fx.Node]) -> str:
 
     Raises PassError for attention and routed experts in one sub-block.
     """
-    attention = [n for n in nodes if _is_attention(n)]
+    attention = [n for n in nodes if _is_attention(n, nodes)]
     routing = routing_nodes(nodes)
     if attention and routing:
         raise PassError(
@@ -65,8 +68,23 @@ def kind_of(nodes: list[fx.Node]) -> str:
         return "moe"
     if any(part in op_name(n) for n in nodes for part in _SEQUENCE_MIXING):
         return "mixer"
+    _require_no_leaf(nodes)
     _require_known(nodes)
     return "dense"
+
+
+def _require_no_leaf(nodes: list[fx.Node]) -> None:
+    for node in nodes:
+        if is_leaf(node):
+            raise PassError(
+                "classify",
+                f"cannot tell what this sub-block is: {leaf_path(node)} runs as it is, no top-k routes tokens to it, "
+                "and it holds no list or stack of experts",
+                where=f"module {leaf_path(node)}",
+                hint="if all that it adds is routed, say so before the transform:\nimport fxskip\n"
+                'fxskip.leaf(ItsClass, adds="routed")\n'
+                "otherwise rewrite it so that torch.compile(fullgraph=True) accepts it",
+            )
 
 
 def _require_known(nodes: list[fx.Node]) -> None:
@@ -94,33 +112,29 @@ def routing_nodes(nodes: list[fx.Node]) -> list[fx.Node]:
 
     A top-k that selects the keys of a sparse attention is none: attention depends on it.
     """
-    candidates = [n for n in nodes if op_name(n) == "topk" or "grouped_mm" in op_name(n)]
+    candidates = [n for n in nodes if op_name(n) in _CHOICES or "grouped_mm" in op_name(n) or _is_moe(n)]
     if not candidates:
         return []
     inside = set(nodes)
     edges = {n: s & inside for n, s in dataflow(nodes[0].graph).items()}
-    attention = {n for n in nodes if _is_attention(n)}
+    attention = {n for n in nodes if _is_attention(n, nodes)}
     return [n for n in candidates if not reachable([n], edges) & attention]
 
 
-def _is_attention(node: fx.Node) -> bool:
+def _is_moe(node: fx.Node) -> bool:
+    return is_leaf(node) and leaf_contents(node) != "unknown"
+
+
+def _is_attention(node: fx.Node, nodes: list[fx.Node]) -> bool:
     """A fused attention, or the softmax over [batch, heads, queries, keys] of one that is written out.
 
-    Its weights are multiplied with the values; a router's softmax, over experts, scales what experts computed.
+    Scores are products of two activations and feed another product; a router multiplies with a parameter.
     """
     if "attention" in op_name(node) or "flash_attn" in op_name(node):
         return True
-    return (
-        op_name(node) == "softmax" and is_tensor(node) and value(node).dim() >= 3 and _feeds_a_product(node)
-    )
-
-
-_HANDS_ON = VIEWS | CASTS | {"dropout", "getitem", "transpose", "permute"}
-
-
-def _feeds_a_product(weights: fx.Node) -> bool:
-    """Whether a matrix product takes `weights`, as they are or cast, dropped out, sliced or viewed."""
-    return any(
-        is_matrix_product(user) or (op_name(user) in _HANDS_ON and _feeds_a_product(user))
-        for user in weights.users
-    )
+    if op_name(node) != "softmax" or not is_tensor(node) or value(node).dim() < 3:
+        return False
+    inside = set(nodes)
+    operands = {n: set(n.all_input_nodes) & inside for n in nodes}
+    before = reachable(operands[node], {n: set() if is_matrix_product(n) else operands[n] for n in nodes})
+    return any(is_matrix_product(n) and not is_leaf(n) and len(operands[n]) > 1 for n in before)

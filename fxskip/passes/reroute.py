@@ -66,12 +66,7 @@ def _move_readers(graph: fx.Graph, write: Write, source: fx.Node) -> None:
 
 def _split_sum(graph: fx.Graph, write: Write, builder: _Variants) -> None:
     """Write `(r + shared) + routed` instead of `r + (routed + shared)`."""
-    names = {
-        a.addend
-        for n in block_nodes(graph, write.number)
-        if (a := info(n)) is not None and a.role == "addend"
-    }
-    if names != {"routed", "shared"}:
+    if not builder.splits(write):
         return
     shared = builder.contribution(write, frozenset({"routed"}))
     routed = builder.contribution(write, frozenset({"shared"}))
@@ -88,6 +83,7 @@ class _Variants:
 
     def __init__(self, graph: fx.Graph, wiring: RegionWiring) -> None:
         self.graph = graph
+        self._split_sum = wiring.split_sum
         self.writes = writes(graph)
         self.values = stream_values(graph)
         self._by_result = {write.result: write for write in self.writes}
@@ -117,14 +113,28 @@ class _Variants:
             annotate(node, NodeInfo("variant", self._number(stream)))
             return node
         dropped = frozenset(addend for at, addend in variant if at == write.number)
-        contribution = self.contribution(write, dropped)
-        if contribution is None:
-            return base
-        with self.graph.inserting_after(stream):
-            node = self.graph.call_function(torch.add, (base, contribution))
-        node.meta.update(stream.meta)
-        annotate(node, NodeInfo("variant", write.number))
-        return node
+        for part in self._parts(write, dropped):
+            with self.graph.inserting_after(stream):
+                node = self.graph.call_function(torch.add, (base, part))
+            node.meta.update(stream.meta)
+            annotate(node, NodeInfo("variant", write.number))
+            base = stream = node
+        return base
+
+    def _parts(self, write: Write, dropped: frozenset[str]) -> list[fx.Node]:
+        """What is added for `write`, one addition each: the contribution as it is, or shared and then routed."""
+        ways = [dropped]
+        if self._split_sum and not dropped and self.splits(write):
+            ways = [frozenset({"routed"}), frozenset({"shared"})]
+        return [part for way in ways if (part := self.contribution(write, way)) is not None]
+
+    def splits(self, write: Write) -> bool:
+        """Whether the write adds both routed and shared experts."""
+        return {
+            a.addend
+            for n in block_nodes(self.graph, write.number)
+            if (a := info(n)) is not None and a.role == "addend"
+        } == {"routed", "shared"}
 
     def _number(self, stream: fx.Node) -> int:
         about = info(stream)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
@@ -24,8 +24,9 @@ class Window:
     """Blocks between the last write that this block waits for and the block itself."""
     combine_under: tuple[str, ...]
     """Blocks between this block and the first one that needs what it leaves to a collective."""
-    dispatch_flops_per_token: float
-    combine_flops_per_token: float
+    dispatch_flops_per_token: float | None
+    combine_flops_per_token: float | None
+    """Of the blocks above; None where those of one are not known."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,15 @@ def _window(connections: Sequence[Connection], index: int, costs: Sequence[Costs
     return Window(
         tuple(connections[i].block.path for i in before),
         tuple(connections[i].block.path for i in after),
-        sum(costs[i].flops_per_token for i in before),
-        sum(costs[i].flops_per_token for i in after),
+        total(costs[i].flops_per_token for i in before),
+        total(costs[i].flops_per_token for i in after),
     )
+
+
+def total(numbers: Iterable[float | None]) -> float | None:
+    """The sum; None where one of the numbers is not known."""
+    known = list(numbers)
+    return None if None in known else sum(number for number in known if number is not None)
 
 
 def _sees(reader: Connection, write: int, connections: Sequence[Connection]) -> bool:
