@@ -1,7 +1,7 @@
 """Write docs/coverage.md.
 
-    python -m tests.ecosystem                 all architectures of the installed transformers (half an hour)
-    python -m tests.ecosystem TYPE...         these anew, the others as the page has them
+python -m tests.ecosystem                 all architectures of the installed transformers (half an hour)
+python -m tests.ecosystem TYPE...         these anew, the others as the page has them
 """
 
 import sys

@@ -137,6 +137,7 @@ OWN: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_layer_end_index": -1},
     "ernie4_5_vl_moe_text": mrope(3, 3, 2) | {"moe_intermediate_size": [32, 32]},
     "exaone_moe": SLIDING,
+    "flint": DENSE_THEN_SPARSE,
     "gemma4_text": SLIDING | {
         "enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
         "vocab_size_per_layer_input": VOCAB, "global_head_dim": 16,
@@ -150,6 +151,7 @@ OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
     "hy_v4_vl_text": mrope(2, 1, 1),
     "hy_v4_vl_vision": {"max_image_size": 16},
+    "inkling_text": {"layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]},
     "inkling_audio": {"n_mel_bins": 8, "mel_vocab_size": 8},
     "inkling_vision": {"num_hidden_layers": 5},  # with fewer, its layout is computed by scipy
     "jamba": {
@@ -187,13 +189,17 @@ OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
-LAYERS = 3
+_LAYERS_DIFFER = {
+    "first_k_dense_replace", "num_dense_layers", "mlp_layer_types", "moe_layer_start_index", "expert_layer_period",
+    "layers_block_type",
+}  # fmt: skip
+"""Fields of configs with layers of several kinds. They get three layers, the others two: a MoE, and what follows."""
 _LISTS_LAYERS_OTHERWISE = ("longcat_flash", "nemotron_h")
 """Architectures whose number of layers follows from another field."""
 
 
 def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
-    """A config of `model_type` with three layers of width 64; `overrides` are fields of its (text) config."""
+    """A config of `model_type` with two or three layers of width 64; `overrides` are fields of its (text) config."""
     fields = _fields_for(AutoConfig.for_model(model_type))
     fields.get("text_config", fields).update(overrides)
     return AutoConfig.for_model(model_type, **fields)
@@ -202,7 +208,9 @@ def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
 def _fields_for(default: PreTrainedConfig, part: str = "") -> dict[str, Any]:
     """The tiny values for the fields that a config of this class has, those of its parts as nested mappings."""
     known = set(default.to_dict()) | set(getattr(default, "attribute_map", {}))
-    table = COMMON | TOWER if part and part != "text_config" else COMMON | {"num_hidden_layers": LAYERS}
+    own = OWN.get(default.model_type, {})
+    layers = 3 if _LAYERS_DIFFER & known or any(name.endswith("layer_types") for name in own) else 2
+    table = COMMON | TOWER if part and part != "text_config" else COMMON | {"num_hidden_layers": layers}
     fields = {name: value for name, value in table.items() if name in known}
     if default.model_type in _LISTS_LAYERS_OTHERWISE:
         fields.pop("num_hidden_layers", None)
@@ -213,7 +221,7 @@ def _fields_for(default: PreTrainedConfig, part: str = "") -> dict[str, Any]:
         fields[name] = _fields_for(config, name)
         if cls is AutoConfig:
             fields[name]["model_type"] = config.model_type
-    return fields | OWN.get(default.model_type, {})
+    return fields | own
 
 
 def tiny(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:

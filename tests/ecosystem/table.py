@@ -15,7 +15,7 @@ _HEAD = """\
 # Coverage
 
 Every Mixture-of-Experts architecture of transformers {version}, found by program, each tried on a tiny random model in
-fp32. `python -m tests.ecosystem` writes this page and `make test-all` checks it; `make test` checks six types a day.
+fp32. `python -m tests.ecosystem` writes this page and `make test-all` checks it; `make test` checks four types, other ones each day.
 
 {summary}
 
@@ -60,7 +60,9 @@ def page(rows: Iterable[Row]) -> str:
 
 def summary(rows: list[Row]) -> str:
     """One line: how many of all are exact, exact but for addends, refused, and wrong."""
-    counts = [sum(row.state == state for row in rows) for state in ("exact", "whole writes", "refused", "failed")]
+    counts = [
+        sum(row.state == state for row in rows) for state in ("exact", "whole writes", "refused", "failed")
+    ]
     return (
         f"**{counts[0]} exact, {counts[1]} exact with whole writes (`all@n`) only, {counts[2]} refused, "
         f"{counts[3]} failed, of {len(rows)}.**"
