@@ -15,7 +15,7 @@ _HEAD = """\
 # Coverage
 
 Every Mixture-of-Experts architecture of transformers {version}, found by program, each tried on a tiny random model in
-fp32. `python -m tests.ecosystem` writes this page and `make test-all` checks it; `make test` checks four types, other ones each day.
+fp32. `python -m tests.ecosystem` writes this page and `make test-all` checks it; `make test` checks four types a day.
 
 {summary}
 
