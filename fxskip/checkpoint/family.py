@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import (
 from fxskip.capture.hf import layers_by_path
 from fxskip.checkpoint.atomic import replaced_directory
 from fxskip.checkpoint.plain import plain_record
+from fxskip.checkpoint.program import program_record
 from fxskip.checkpoint.record import WiringRecord
 from fxskip.errors import CheckpointError
 from fxskip.runtime.decoder import keep_eager
@@ -206,8 +207,8 @@ def record_of(model: object) -> WiringRecord | None:
     """The wiring record of a rewired model; None for any other object."""
     if isinstance(model, FxSkipModelMixin):
         return WiringRecord.from_dict(model.config.fxskip)
-    plain = plain_record(model)
-    return plain.wiring if plain is not None else None
+    other = plain_record(model) or program_record(model)
+    return other.wiring if other is not None else None
 
 
 def family_of(config_dict: Mapping[str, Any]) -> Family:
