@@ -206,7 +206,9 @@ def leaf_contents(node: fx.Node) -> Contents:
     return cast(Contents, node.args[1])
 
 
-ADDS = frozenset({torch.add, operator.add, operator.iadd, "add", "add_", "__add__", "__iadd__", add_scattered})
+ADDS = frozenset(
+    {torch.add, operator.add, operator.iadd, "add", "add_", "__add__", "__iadd__", add_scattered}
+)
 
 
 def is_add(node: fx.Node) -> bool:

@@ -33,7 +33,11 @@ ANALYSIS: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     split_contributions,
 )
 REWIRING: tuple[Callable[[fx.Graph, RegionWiring], fx.Graph], ...] = (reroute, verify)
-FINISHING: tuple[Callable[[fx.Graph], fx.Graph], ...] = (join_scattered_adds, remove_markers, use_eager_kernels)
+FINISHING: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
+    join_scattered_adds,
+    remove_markers,
+    use_eager_kernels,
+)
 
 
 def analyse(graph: fx.Graph) -> fx.Graph:

@@ -73,11 +73,12 @@ def _require_no_leaf(nodes: list[fx.Node]) -> None:
         if is_leaf(node):
             raise PassError(
                 "classify",
-                f"cannot tell what this sub-block is: {leaf_path(node)} runs as it is, no top-k routes tokens to it, and "
-                "it holds no list or stack of experts",
+                f"cannot tell what this sub-block is: {leaf_path(node)} runs as it is, no top-k routes tokens to it, "
+                "and it holds no list or stack of experts",
                 where=f"module {leaf_path(node)}",
                 hint="if all that it adds is routed, say so before the transform:\nimport fxskip\n"
-                'fxskip.leaf(ItsClass, adds="routed")\notherwise rewrite it so that torch.compile(fullgraph=True) accepts it',
+                'fxskip.leaf(ItsClass, adds="routed")\n'
+                "otherwise rewrite it so that torch.compile(fullgraph=True) accepts it",
             )
 
 

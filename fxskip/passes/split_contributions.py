@@ -45,7 +45,19 @@ _VIEWS = frozenset(
 _CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16"})
 _PRODUCTS = frozenset({"mul", "multiply"})
 _QUOTIENTS = frozenset({"truediv", "div"})
-_SCATTERED_ADDS = frozenset({"index_add", "scatter_add", "index_put", "scatter_reduce"})
+_WRITES_INTO = frozenset(
+    {
+        "index_add",
+        "scatter_add",
+        "index_put",
+        "scatter_reduce",
+        "add",
+        "setitem",
+        "copy",
+        "index_copy",
+        "scatter",
+    }
+)
 
 
 def split_contributions(graph: fx.Graph) -> fx.Graph:
@@ -91,7 +103,18 @@ def inseparable_reason(graph: fx.Graph, write: Write) -> str:
         )
     before = reachable(added, reverse(dataflow(graph))) & nodes
     width = value(write.result).shape[-1]
-    for node in (n for n in graph.nodes if n in before and _is_wide(n, width)):
+    chosen = reachable(
+        routing_nodes(list(block_nodes(graph, write.number))), {n: set(n.users) for n in graph.nodes}
+    )
+    for node in (n for n in graph.nodes if n in before):
+        base = node.args[0] if op_name(node).rstrip("_") in _WRITES_INTO else None
+        unrouted = (
+            isinstance(base, fx.Node) and base not in chosen and _is_wide(base, width) and not is_blank(base)
+        )
+        if unrouted and node in routed and not is_add(node):
+            return f"{op_name(node)} ({node.name!r}) adds the routed experts into {str(base)!r}"
+        if not _is_wide(node, width):
+            continue
         wide = [a for a in node.all_input_nodes if a in nodes and _is_wide(a, width)]
         plain = [a for a in wide if a not in routed and _is_projected(a, nodes)]
         if (
@@ -101,13 +124,6 @@ def inseparable_reason(graph: fx.Graph, write: Write) -> str:
             and op_name(node) not in _PRODUCTS | _QUOTIENTS
         ):
             return f"{op_name(node)} ({node.name!r}) joins {plain[0].name!r} with the routed experts' output"
-        base = (
-            node.args[0]
-            if op_name(node).rstrip("_") in _SCATTERED_ADDS | {"add", "setitem", "copy"}
-            else None
-        )
-        if isinstance(base, fx.Node) and node in routed and not is_add(node) and not is_blank(base):
-            return f"{op_name(node)} ({node.name!r}) adds the routed experts into {base.name!r}"
     return ""
 
 
