@@ -179,15 +179,29 @@ def run_leaf(path: str, contents: Contents, args: tuple[Any, ...], kwargs: dict[
 
     Tensors without values (fake ones while Dynamo traces, or meta ones) give empty results of the assumed shapes.
 
-    Raises CaptureError where the results have not the shapes and dtypes that the graph was captured with.
+    Raises CaptureError where the results have not the shapes and dtypes that the graph was captured with, or where
+    the module wrote into an argument.
     """
     module = cast(Leaf, _running.get().get_submodule(path))
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     if any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
         return assumed_results(module, args, kwargs)
+    versions = [_version(t) for t in tensors]
     out = module(*args, **kwargs)
+    if versions != [_version(t) for t in tensors]:
+        raise CaptureError(
+            "leaf",
+            f"{_name(module)} writes into one of its arguments, where no pass can see it",
+            where=f"module {module.fxskip_leaf}",
+            hint="have it return a new tensor, or copy the argument first",
+        )
     _require_assumed(module, out, args, kwargs)
     return out
+
+
+def _version(tensor: Tensor) -> int:
+    """How often the memory was written; not known in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def assumed_results(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

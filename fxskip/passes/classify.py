@@ -9,6 +9,7 @@ from fxskip.ir import (
     block_nodes,
     copy_graph,
     dataflow,
+    info,
     is_leaf,
     is_matrix_product,
     is_tensor,
@@ -38,7 +39,11 @@ def classify(graph: fx.Graph) -> fx.Graph:
         nodes = list(block_nodes(new, write.number))
         kind = kind_of(nodes)
         for node in (*nodes, write.result):
-            update(node, kind=kind)
+            about = info(node)
+            if (
+                about is not None and about.write == write.number
+            ):  # what is shared is named by its first block
+                update(node, kind=kind)
     return new
 
 

@@ -37,27 +37,11 @@ from fxskip.ir import (
     writers,
     writes,
 )
+from fxskip.linear import PRODUCTS, QUOTIENTS, linear_operand
 from fxskip.passes.classify import routing_nodes
 
-_VIEWS = frozenset(
-    {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "contiguous", "clone"}
-)
-_CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16"})
-_PRODUCTS = frozenset({"mul", "multiply"})
-_QUOTIENTS = frozenset({"truediv", "div"})
-_WRITES_INTO = frozenset(
-    {
-        "index_add",
-        "scatter_add",
-        "index_put",
-        "scatter_reduce",
-        "add",
-        "setitem",
-        "copy",
-        "index_copy",
-        "scatter",
-    }
-)
+_ADDS = ("add", "index_add", "index_put", "scatter_add", "scatter_reduce")
+_WRITES_INTO = frozenset({*_ADDS, "copy", "index_copy", "masked_scatter", "scatter", "setitem"})
 
 
 def split_contributions(graph: fx.Graph) -> fx.Graph:
@@ -90,12 +74,13 @@ def addends(graph: fx.Graph, write: int) -> tuple[str, ...]:
 
 def inseparable_reason(graph: fx.Graph, write: Write) -> str:
     """Why something unrouted hides inside a MoE write's routed addend; "" where nothing does."""
-    nodes = set(block_nodes(graph, write.number))
-    added = [n for n in nodes if (a := info(n)) is not None and a.addend == "routed"]
+    inside = list(block_nodes(graph, write.number))
+    nodes = set(inside)
+    added = [n for n in inside if (a := info(n)) is not None and a.addend == "routed"]
     if not added:
         return ""
     routed = _routed(graph, nodes)
-    if (alone := _routes_itself(list(block_nodes(graph, write.number)))) is not None:
+    if (alone := _routes_itself(inside)) is not None:
         return (
             f"the module {leaf_path(alone)} runs as it is and routes tokens itself; if it has no shared expert inside, "
             'declare its class with fxskip.leaf(..., adds="routed"), else put the loop over experts, or the shared '
@@ -103,16 +88,15 @@ def inseparable_reason(graph: fx.Graph, write: Write) -> str:
         )
     before = reachable(added, reverse(dataflow(graph))) & nodes
     width = value(write.result).shape[-1]
-    chosen = reachable(
-        routing_nodes(list(block_nodes(graph, write.number))), {n: set(n.users) for n in graph.nodes}
-    )
+    chosen = reachable(routing_nodes(inside), {n: set(n.users) for n in graph.nodes})
     for node in (n for n in graph.nodes if n in before):
         base = node.args[0] if op_name(node).rstrip("_") in _WRITES_INTO else None
-        unrouted = (
-            isinstance(base, fx.Node) and base not in chosen and _is_wide(base, width) and not is_blank(base)
-        )
-        if unrouted and node in routed and not is_add(node):
-            return f"{op_name(node)} ({node.name!r}) adds the routed experts into {str(base)!r}"
+        if isinstance(base, fx.Node) and base not in chosen and _is_wide(base, width) and not is_add(node):
+            into_something = not is_blank(base) and any(
+                a in routed for a in node.all_input_nodes if a is not base
+            )
+            if into_something:
+                return f"{op_name(node)} ({node.name!r}) adds the routed experts into {base.name!r}"
         if not _is_wide(node, width):
             continue
         wide = [a for a in node.all_input_nodes if a in nodes and _is_wide(a, width)]
@@ -121,7 +105,7 @@ def inseparable_reason(graph: fx.Graph, write: Write) -> str:
             plain
             and len(plain) < len(wide)
             and not is_matrix_product(node)
-            and op_name(node) not in _PRODUCTS | _QUOTIENTS
+            and op_name(node) not in PRODUCTS | QUOTIENTS
         ):
             return f"{op_name(node)} ({node.name!r}) joins {plain[0].name!r} with the routed experts' output"
     return ""
@@ -180,10 +164,15 @@ def _require_settled(graph: fx.Graph, write: Write) -> None:
 def _open_sum(node: fx.Node, routed: set[fx.Node], nodes: set[fx.Node]) -> None:
     """Annotate the tree of additions and linear operations that ends in `node`."""
     about = info(node)
-    if about is not None and about.role != "compute":
+    if about is not None and (about.role != "compute" or about.also):
         raise PassError(
             "split_contributions",
-            f"{node.name!r} is added to the stream more than once in one write",
+            f"{node.name!r} is "
+            + (
+                "part of another block too"
+                if about.also
+                else "added to the stream more than once in one write"
+            ),
             where=f"write {about.write} of the region",
             hint="this architecture is not supported",
         )
@@ -198,7 +187,7 @@ def _open_sum(node: fx.Node, routed: set[fx.Node], nodes: set[fx.Node]) -> None:
         for operand in node.args:
             _open_sum(operand, routed, nodes)  # type: ignore[arg-type]
         return
-    source = linear_operand(node)
+    source = linear_operand(node, routed)
     if source is not None and _is_mixed(source, routed, nodes):
         update(node, role="sum")
         _open_sum(source, routed, nodes)
@@ -211,30 +200,10 @@ def _is_mixed(node: fx.Node, routed: set[fx.Node], nodes: set[fx.Node]) -> bool:
     if node not in routed or storage(node) in writers(node.graph):
         return False
     if not is_add(node):
-        source = linear_operand(node)
+        source = linear_operand(node, routed)
         return source is not None and _is_mixed(source, routed, nodes)
     operands = [a for a in node.args if isinstance(a, fx.Node)]
     if not all(a in nodes for a in operands):
         return False
     others = [a for a in operands if a not in routed]
     return not all(map(is_blank, others)) or any(_is_mixed(a, routed, nodes) for a in operands)
-
-
-def linear_operand(node: fx.Node) -> fx.Node | None:
-    """The tensor that a linear, element-preserving operation is applied to; None for any other operation.
-
-    Applying the operation to each summand and adding gives the operation of the sum (a cast: up to rounding).
-    """
-    tensors = [a for a in node.args if isinstance(a, fx.Node) and is_tensor(a)]
-    if not tensors or not is_tensor(node):
-        return None
-    name, result, operand = op_name(node), value(node), tensors[0]
-    is_first = node.args[0] is operand
-    if name in _CASTS and is_first and result.dtype.is_floating_point:
-        return operand
-    if node.kwargs:
-        return None
-    if name in _VIEWS and is_first and result.dtype == value(operand).dtype:
-        return operand
-    is_scale = name in _PRODUCTS or (name in _QUOTIENTS and is_first)
-    return operand if is_scale and len(tensors) == 1 and len(node.args) == 2 else None

@@ -1,4 +1,4 @@
-"""The models of `models.py` rewired by hand, from their own parts: what rewired models must compute."""
+"""The models of `models.py` rewired by hand, from their own parts: what a rewired model must compute, bit for bit."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
