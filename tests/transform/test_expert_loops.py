@@ -31,6 +31,7 @@ def test_a_loop_over_experts(model_type: str, tmp_path: Path) -> None:
     assert_same_logits(loaded, student, batch())
 
 
+@pytest.mark.slow
 def test_longcat_flash() -> None:
     """A loop over experts, a MoE that is added half a layer later, and two attentions a layer, each with its cache."""
     model = tiny_of_any_type("longcat_flash")
