@@ -20,7 +20,7 @@ from fxskip.capture.twin import layer_class, require_own_class_forward
 from fxskip.errors import CaptureError, PassError
 from fxskip.leaves import make_leaf, running
 from fxskip.pipeline import rewire
-from fxskip.runtime.layer_cache import layer_caches
+from fxskip.runtime.layer_cache import layer_caches, needs_whole_cache
 from fxskip.wiring import RegionWiring
 
 
@@ -34,6 +34,7 @@ class Region(nn.Module):
     fxskip_base: ClassVar[type[nn.Module]]
     fxskip_wiring: RegionWiring
     fxskip_layer: int
+    fxskip_whole_cache: bool
 
     # Inside somebody else's torch.compile (of a layer, or of a loop over layers), Dynamo would follow the call into
     # the original body. A graph break instead; fullgraph=True fails.
@@ -44,7 +45,7 @@ class Region(nn.Module):
         streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         _require_streams(self, len(streams))
         region = _compiled(self.fxskip_wiring)
-        own = layer_caches(kwargs, self.fxskip_layer)
+        own = kwargs if self.fxskip_whole_cache else layer_caches(kwargs, self.fxskip_layer)
         try:
             with running(self):
                 out, others = region(self, self.fxskip_base, streams, args, own)
@@ -73,6 +74,7 @@ def install(
         layer.__class__ = region_class(layer_class(layer))
         layer.fxskip_wiring = wiring  # type: ignore[assignment]
         layer.fxskip_layer = index  # type: ignore[assignment]
+        layer.fxskip_whole_cache = needs_whole_cache(layer, index)  # type: ignore[assignment]
 
 
 _REGION_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
