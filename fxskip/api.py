@@ -67,7 +67,8 @@ def plan(
     """Say what `transform` would do, without doing it. No weights are made or read.
 
     Of a model of transformers the config is enough; any other needs `example_inputs`, as in `transform`, and may lie
-    on the meta device. Raises what `transform` raises for the spec and the architecture; stages that do not exist yet are no error.
+    on the meta device. Raises what `transform` raises for the spec and the architecture; stages that do not exist
+    yet are no error.
     """
     loaded = load_spec(spec)
     module = _without_weights(model) if isinstance(model, PreTrainedConfig) else model

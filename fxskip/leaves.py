@@ -79,7 +79,10 @@ def leaf(
     """
     if module_class is None:
         return lambda decorated: leaf(decorated, outputs=outputs, adds=adds)
-    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)) or adds not in (None, "routed"):
+    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)) or adds not in (
+        None,
+        "routed",
+    ):
         raise CaptureError(
             "leaf",
             f"{module_class!r} with adds={adds!r} is no declaration of a leaf",
@@ -260,5 +263,3 @@ def _leaf_class(base: type[nn.Module]) -> type[nn.Module]:
 def _bare_leaf(base: type[nn.Module]) -> nn.Module:
     cls = _leaf_class(base)
     return cls.__new__(cls)
-
-

@@ -32,7 +32,9 @@ Inputs = tuple[Any, ...]
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def capture_layers(model: nn.Module, example_inputs: Inputs, paths: tuple[str, ...] = ()) -> list[LayerCapture]:
+def capture_layers(
+    model: nn.Module, example_inputs: Inputs, paths: tuple[str, ...] = ()
+) -> list[LayerCapture]:
     """Capture every layer of `model`, in the order in which they run. `model` is left alone.
 
     `paths` are the layers; without them they are looked for. Only the shapes and dtypes of `example_inputs` matter.
@@ -129,7 +131,9 @@ def find_layers(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
     Raises CaptureError that says for each list of modules why it is no chain.
     """
     twin = meta_twin(model).eval()
-    observed = [_Observed(path, m) for path, m in twin.named_modules() if isinstance(m, _LISTS) and len(m) > 0]
+    observed = [
+        _Observed(path, m) for path, m in twin.named_modules() if isinstance(m, _LISTS) and len(m) > 0
+    ]
     with _watching(observed):
         call(twin, inputs)
     chains = [one for one in observed if one.fault() == ""]

@@ -116,7 +116,14 @@ def is_data_dependent(error: BaseException | None) -> bool:
     return any(sign in text for sign in _DATA_DEPENDENT)
 
 
-_DATA_DEPENDENT = ("data-dependent", "Data-dependent", "Dynamic shape operator", "nonzero", "Tensor.item", "tolist")
+_DATA_DEPENDENT = (
+    "data-dependent",
+    "Data-dependent",
+    "Dynamic shape operator",
+    "nonzero",
+    "Tensor.item",
+    "tolist",
+)
 
 
 def failed_module(layer: nn.Module, error: BaseException | None) -> nn.Module | None:
@@ -160,7 +167,9 @@ def _capture_error(layer: nn.Module, error: Exception) -> CaptureError:
             f"{hint};\nor have the module run as it is, declared before the transform:\n"
             f"import fxskip\nfxskip.leaf({type(module).__name__})"
         )
-    return CaptureError(f"capture of {type(layer).__name__}", found, where=_place(layer, module, error), hint=hint)
+    return CaptureError(
+        f"capture of {type(layer).__name__}", found, where=_place(layer, module, error), hint=hint
+    )
 
 
 def _place(layer: nn.Module, module: nn.Module | None, error: Exception) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from fxskip.capture.region import CompiledRegion, compile_region, failed_module, is_data_dependent
+from fxskip.capture.region import compile_region, failed_module, is_data_dependent
 from fxskip.errors import CaptureError
 from fxskip.leaves import (
     Leaf,
@@ -97,7 +97,9 @@ def capture_chain(
         )
     return [
         LayerCapture(path, graph, leaf_paths(layer), result)
-        for (path, layer), graph, result in zip(layers.items(), recorder.graphs, recorder.results, strict=True)
+        for (path, layer), graph, result in zip(
+            layers.items(), recorder.graphs, recorder.results, strict=True
+        )
     ]
 
 

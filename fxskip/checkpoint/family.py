@@ -30,6 +30,7 @@ from fxskip.checkpoint.atomic import replaced_directory
 from fxskip.checkpoint.plain import plain_record
 from fxskip.checkpoint.record import WiringRecord
 from fxskip.errors import CheckpointError
+from fxskip.runtime.decoder import keep_eager
 from fxskip.runtime.regions import install
 
 PREFIX = "fxskip_"
@@ -192,6 +193,7 @@ def wire(model: Any, record: WiringRecord) -> None:
             hint="restore config.json from a copy, or convert the original model again",
         )
     install(layers, regions, record.leaves)
+    keep_eager(model.get_decoder())
 
 
 def base_class(model: Model) -> type[Model]:

@@ -9,6 +9,7 @@ from fxskip.ir import (
     block_nodes,
     copy_graph,
     dataflow,
+    info,
     is_leaf,
     is_matrix_product,
     is_tensor,
@@ -38,7 +39,11 @@ def classify(graph: fx.Graph) -> fx.Graph:
         nodes = list(block_nodes(new, write.number))
         kind = kind_of(nodes)
         for node in (*nodes, write.result):
-            update(node, kind=kind)
+            about = info(node)
+            if (
+                about is not None and about.write == write.number
+            ):  # what is shared is named by its first block
+                update(node, kind=kind)
     return new
 
 
@@ -73,11 +78,12 @@ def _require_no_leaf(nodes: list[fx.Node]) -> None:
         if is_leaf(node):
             raise PassError(
                 "classify",
-                f"cannot tell what this sub-block is: {leaf_path(node)} runs as it is, no top-k routes tokens to it, and "
-                "it holds no list or stack of experts",
+                f"cannot tell what this sub-block is: {leaf_path(node)} runs as it is, no top-k routes tokens to it, "
+                "and it holds no list or stack of experts",
                 where=f"module {leaf_path(node)}",
                 hint="if all that it adds is routed, say so before the transform:\nimport fxskip\n"
-                'fxskip.leaf(ItsClass, adds="routed")\notherwise rewrite it so that torch.compile(fullgraph=True) accepts it',
+                'fxskip.leaf(ItsClass, adds="routed")\n'
+                "otherwise rewrite it so that torch.compile(fullgraph=True) accepts it",
             )
 
 

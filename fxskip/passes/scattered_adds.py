@@ -12,7 +12,17 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxskip.ir import add_scattered, copy_graph, is_blank, is_scattered_add, op_name, scattered, storage, value, writers
+from fxskip.ir import (
+    add_scattered,
+    copy_graph,
+    is_blank,
+    is_scattered_add,
+    op_name,
+    scattered,
+    storage,
+    value,
+    writers,
+)
 
 
 def separate_scattered_adds(graph: fx.Graph) -> fx.Graph:

@@ -37,14 +37,9 @@ from fxskip.ir import (
     writers,
     writes,
 )
+from fxskip.linear import PRODUCTS, QUOTIENTS, linear_operand
 from fxskip.passes.classify import routing_nodes
 
-_VIEWS = frozenset(
-    {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "contiguous", "clone"}
-)
-_CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16"})
-_PRODUCTS = frozenset({"mul", "multiply"})
-_QUOTIENTS = frozenset({"truediv", "div"})
 _SCATTERED_ADDS = frozenset({"index_add", "scatter_add", "index_put", "scatter_reduce"})
 
 
@@ -98,7 +93,7 @@ def inseparable_reason(graph: fx.Graph, write: Write) -> str:
             plain
             and len(plain) < len(wide)
             and not is_matrix_product(node)
-            and op_name(node) not in _PRODUCTS | _QUOTIENTS
+            and op_name(node) not in PRODUCTS | QUOTIENTS
         ):
             return f"{op_name(node)} ({node.name!r}) joins {plain[0].name!r} with the routed experts' output"
         base = (
@@ -106,7 +101,9 @@ def inseparable_reason(graph: fx.Graph, write: Write) -> str:
             if op_name(node).rstrip("_") in _SCATTERED_ADDS | {"add", "setitem", "copy"}
             else None
         )
-        if isinstance(base, fx.Node) and node in routed and not is_add(node) and not is_blank(base):
+        if not isinstance(base, fx.Node) or node not in routed or is_add(node) or is_blank(base):
+            continue
+        if any(a in routed for a in node.all_input_nodes if a is not base):
             return f"{op_name(node)} ({node.name!r}) adds the routed experts into {base.name!r}"
     return ""
 
@@ -164,10 +161,15 @@ def _require_settled(graph: fx.Graph, write: Write) -> None:
 def _open_sum(node: fx.Node, routed: set[fx.Node], nodes: set[fx.Node]) -> None:
     """Annotate the tree of additions and linear operations that ends in `node`."""
     about = info(node)
-    if about is not None and about.role != "compute":
+    if about is not None and (about.role != "compute" or about.also):
         raise PassError(
             "split_contributions",
-            f"{node.name!r} is added to the stream more than once in one write",
+            f"{node.name!r} is "
+            + (
+                "part of another block too"
+                if about.also
+                else "added to the stream more than once in one write"
+            ),
             where=f"write {about.write} of the region",
             hint="this architecture is not supported",
         )
@@ -182,7 +184,7 @@ def _open_sum(node: fx.Node, routed: set[fx.Node], nodes: set[fx.Node]) -> None:
         for operand in node.args:
             _open_sum(operand, routed, nodes)  # type: ignore[arg-type]
         return
-    source = linear_operand(node)
+    source = linear_operand(node, routed)
     if source is not None and _is_mixed(source, routed, nodes):
         update(node, role="sum")
         _open_sum(source, routed, nodes)
@@ -195,30 +197,10 @@ def _is_mixed(node: fx.Node, routed: set[fx.Node], nodes: set[fx.Node]) -> bool:
     if node not in routed or storage(node) in writers(node.graph):
         return False
     if not is_add(node):
-        source = linear_operand(node)
+        source = linear_operand(node, routed)
         return source is not None and _is_mixed(source, routed, nodes)
     operands = [a for a in node.args if isinstance(a, fx.Node)]
     if not all(a in nodes for a in operands):
         return False
     others = [a for a in operands if a not in routed]
     return not all(map(is_blank, others)) or any(_is_mixed(a, routed, nodes) for a in operands)
-
-
-def linear_operand(node: fx.Node) -> fx.Node | None:
-    """The tensor that a linear, element-preserving operation is applied to; None for any other operation.
-
-    Applying the operation to each summand and adding gives the operation of the sum (a cast: up to rounding).
-    """
-    tensors = [a for a in node.args if isinstance(a, fx.Node) and is_tensor(a)]
-    if not tensors or not is_tensor(node):
-        return None
-    name, result, operand = op_name(node), value(node), tensors[0]
-    is_first = node.args[0] is operand
-    if name in _CASTS and is_first and result.dtype.is_floating_point:
-        return operand
-    if node.kwargs:
-        return None
-    if name in _VIEWS and is_first and result.dtype == value(operand).dtype:
-        return operand
-    is_scale = name in _PRODUCTS or (name in _QUOTIENTS and is_first)
-    return operand if is_scale and len(tensors) == 1 and len(node.args) == 2 else None

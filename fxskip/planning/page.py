@@ -65,7 +65,10 @@ def _headline(plan: Plan) -> ET.Element:
         _figure(f"{dispatches} of {len(experts)}", f"dispatches to {beside}"),
         _figure(f"{combines} of {len(experts)}", f"combines from {beside}"),
         _figure(str(plan.streams), f"{streams} between layers (the original has 1)"),
-        _figure("unknown" if exchange is None else _short(exchange, "B"), "a token sends to experts in one forward pass, and gets back"),
+        _figure(
+            "unknown" if exchange is None else _short(exchange, "B"),
+            "a token sends to experts in one forward pass, and gets back",
+        ),
         _figure(_short(parameters, ""), "parameters in sub-blocks; none is added or removed"),
         class_="headline",
     )

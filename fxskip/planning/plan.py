@@ -110,10 +110,10 @@ def make_plan(
 
 
 def _reads(connection: Connection, blocks: Sequence[SubBlock]) -> str:
-    if not connection.lacks:
+    if not connection.reads:
         return "full stream"
     parts = []
-    for write, addend in connection.lacks:
+    for write, addend in sorted(connection.reads):
         parts.append(f"{addend} of layer {blocks[write - 1].layer}")
     return "stream without " + ", ".join(parts)
 
@@ -143,11 +143,11 @@ def total(numbers: Iterable[float | None]) -> float | None:
 def _sees(reader: Connection, write: int, connections: Sequence[Connection]) -> bool:
     """Whether the block sees any addend of an earlier write."""
     addends = connections[write - 1].block.addends
-    return any((write, addend) not in reader.lacks for addend in addends)
+    return any((write, addend) not in reader.reads for addend in addends)
 
 
 def _sees_travelling(reader: Connection, writer: Connection) -> bool:
     """Whether a later block needs what the writer's collective delivers: the routed addend, or all of it."""
     addends = writer.block.addends
     travelling = ("routed",) if "routed" in addends else addends
-    return any((writer.write, addend) not in reader.lacks for addend in travelling)
+    return any((writer.write, addend) not in reader.reads for addend in travelling)

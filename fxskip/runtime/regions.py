@@ -35,9 +35,9 @@ class Region(nn.Module):
     fxskip_wiring: RegionWiring
     fxskip_layer: int
 
-    # Inside somebody else's torch.compile, Dynamo would follow the call into the original body. A graph break
-    # instead: what lies around the layers is compiled, the regions run as they are; fullgraph=True fails.
-    @torch.compiler.disable(recursive=False, reason="fxskip captures its layers itself")  # type: ignore[untyped-decorator]
+    # Inside somebody else's torch.compile (of a layer, or of a loop over layers), Dynamo would follow the call into
+    # the original body. A graph break instead; fullgraph=True fails.
+    @torch.compiler.disable(reason="fxskip captures its layers itself")  # type: ignore[untyped-decorator]
     def forward(self, hidden_states: Tensor | Streams, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's original body, rewired. Arguments and result are the original layer's."""
         _refuse_reentrant_checkpointing(self.fxskip_wiring, self)

@@ -1,4 +1,4 @@
-"""The models of `models.py` rewired by hand, from their own parts: what a rewired model must compute, to the last bit."""
+"""The models of `models.py` rewired by hand, from their own parts: what a rewired model must compute, bit for bit."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,7 +59,9 @@ def moe(module: nn.Module, x: Tensor) -> Addends:
 def rewired(model: nn.Module, ids: Tensor, reads: Reads) -> Tensor:
     """The logits of `model` under a wiring."""
     if isinstance(model, models.Transformer):
-        x = stream(model.tok_embeddings(ids), [titan_layer(b, model.rope) for b in model.layers.values()], reads)
+        x = stream(
+            model.tok_embeddings(ids), [titan_layer(b, model.rope) for b in model.layers.values()], reads
+        )
         return model.output(model.norm(x))
     assert isinstance(model, models.Model)
     return model.head(model.norm(stream(model.embed(ids), [layer(b) for b in model.layers], reads)))

@@ -275,7 +275,8 @@ class GroupedExperts(nn.Module):
     def _loop(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
         parts = torch.split(x, tokens_per_expert.long().tolist())
         outputs = [
-            (F.silu(part @ self.w1[i].T) * (part @ self.w3[i].T)) @ self.w2[i].T for i, part in enumerate(parts)
+            (F.silu(part @ self.w1[i].T) * (part @ self.w3[i].T)) @ self.w2[i].T
+            for i, part in enumerate(parts)
         ]
         return torch.cat(outputs)
 
@@ -312,7 +313,10 @@ class TitanMoE(nn.Module):
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
         order = torch.argsort(chosen.view(-1), stable=True)
-        scores, where = scores.view(-1)[order], (order // self.top_k).reshape(-1, 1).expand(-1, rows.shape[-1])
+        scores, where = (
+            scores.view(-1)[order],
+            (order // self.top_k).reshape(-1, 1).expand(-1, rows.shape[-1]),
+        )
         outputs = self.experts(torch.gather(rows, dim=0, index=where), counts)
         return (outputs.to(torch.float32) * scores.reshape(-1, 1)).to(rows.dtype), where
 

@@ -123,7 +123,9 @@ def test_ddp_reduces_the_gradients_of_a_leaf(student: Any, tmp_path: Any) -> Non
     try:
         wrapped = DistributedDataParallel(copy.deepcopy(student), find_unused_parameters=True)
         seen: list[int] = []
-        wrapped.register_comm_hook(None, lambda _, bucket: (seen.append(bucket.buffer().numel()), _done(bucket))[1])
+        wrapped.register_comm_hook(
+            None, lambda _, bucket: (seen.append(bucket.buffer().numel()), _done(bucket))[1]
+        )
         wrapped(ids()).square().mean().backward()
     finally:
         dist.destroy_process_group()
@@ -272,7 +274,9 @@ class Unclear(nn.Module):
 
 
 def test_a_leaf_that_may_be_anything() -> None:
-    with pytest.raises(fxskip.PassError, match=r"cannot tell what this sub-block is: moe runs as it is") as caught:
+    with pytest.raises(
+        fxskip.PassError, match=r"cannot tell what this sub-block is: moe runs as it is"
+    ) as caught:
         farskip(Model(Unclear, layers=2))
     assert 'fxskip.leaf(ItsClass, adds="routed")' in str(caught.value)
 

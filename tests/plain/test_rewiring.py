@@ -1,4 +1,4 @@
-"""Plain PyTorch models under every wiring against formulas written from their parts: logits and gradients, bit for bit."""
+"""Plain PyTorch models under every wiring against formulas written from their parts, bit for bit."""
 
 import copy
 
