@@ -27,7 +27,7 @@ class Design:
     wrapper: str = "plain"
     """plain: any nn.Module; hf: a causal language model of transformers."""
     form: str = "serial"
-    """serial: two blocks one after the other; parallel_one: x + (attn(h) + mlp(h)); parallel_two: x + attn(h) + mlp(h)."""
+    """serial: one block after the other; parallel_one: x + (attn(h) + mlp(h)); parallel_two: x + attn(h) + mlp(h)."""
     norm: str = "rms"
     """rms, layer or none."""
     place: str = "pre"
@@ -59,16 +59,16 @@ class Design:
 
 CHOICES: dict[str, list[Any]] = {
     "wrapper": ["plain", "plain", "hf"],
-    "form": ["serial"] * 18 + ["parallel_one", "parallel_two"],
+    "form": ["serial"] * 16 + ["parallel_one"] + ["parallel_two"] * 3,
     "norm": ["rms", "layer", "none"],
     "place": ["pre"] * 12 + ["post", "post", "both", "both", "outer"],
-    "residual": ["plain"] * 12 + ["constant"] * 4 + ["learned", "learned", "identity"],
+    "residual": ["plain"] * 8 + ["constant", "constant", "learned", "learned", "identity", "identity"],
     "stream": ["new"] * 5 + ["in_place"],
     "attention": ["sdpa", "softmax"],
     "routing": ["softmax", "sigmoid", "top1"],
     "experts": ["masked", "einsum", "index_add", "skipping", "skipping", "whole"],
     "shared": [0, 1, 1, 2],
-    "order": ["routed_first", "shared_first", "nested", "iadd", "add_", "into_shared"] * 3 + ["stream"],
+    "order": ["routed_first", "shared_first", "nested", "iadd", "add_", "into_shared"] + ["stream"],
     "dropout": ["none"] * 4 + ["addends", "write"],
     "bias": [False, True],
     "tied": [False, True],
@@ -87,8 +87,9 @@ def random_design(draw: random.Random) -> Design:
         "any": [draw.choice(["moe", "dense"]) for _ in range(count)],
     }[pattern]
     design = Design(tuple(layers), **{name: draw.choice(options) for name, options in CHOICES.items()})
-    if design.norm == "none" and (design.form == "parallel_two" or design.order == "stream"):
-        # Without a norm, h is x itself, and x += y would change what the next block reads: another architecture.
+    is_bare = design.norm == "none" or design.place in ("post", "outer")
+    if is_bare and (design.form == "parallel_two" or design.order == "stream"):
+        # Without a norm in front, h is x itself, and x += y would change what the next block reads.
         return replace(design, stream="new")
     return design
 
@@ -96,7 +97,9 @@ def random_design(draw: random.Random) -> Design:
 def simpler(design: Design) -> list[Design]:
     """Designs that differ in one choice, which has its simplest value, or have a layer less."""
     defaults = {f.name: f.default for f in fields(Design) if f.name != "layers"}
-    found = [replace(design, **{name: value}) for name, value in defaults.items() if getattr(design, name) != value]
+    found = [
+        replace(design, **{name: value}) for name, value in defaults.items() if getattr(design, name) != value
+    ]
     shorter = [design.layers[:i] + design.layers[i + 1 :] for i in range(len(design.layers))]
     return [replace(design, layers=layers) for layers in dict.fromkeys(shorter) if layers] + found
 
@@ -105,7 +108,11 @@ def simpler(design: Design) -> list[Design]:
 
 
 def make_norm(design: Design) -> nn.Module:
-    return {"rms": nn.RMSNorm, "layer": nn.LayerNorm}[design.norm](WIDTH) if design.norm != "none" else nn.Identity()
+    return (
+        {"rms": nn.RMSNorm, "layer": nn.LayerNorm}[design.norm](WIDTH)
+        if design.norm != "none"
+        else nn.Identity()
+    )
 
 
 class Attention(nn.Module):
@@ -271,8 +278,8 @@ class Layer(nn.Module):
         if adds_to_the_stream_twice(self.design, self.kind):
             assert isinstance(self.mlp, MoE)
             rows = h.reshape(-1, WIDTH)
-            x = self.write(x, self.mlp.shared(rows).view(x.shape), 2)
-            return self.write(x, self.mlp.drop(self.mlp.routed(rows)).view(x.shape), 2)
+            x = self.write(x, self.mlp.shared(rows).view(h.shape), 2)
+            return self.write(x, self.mlp.drop(self.mlp.routed(rows)).view(h.shape), 2)
         return self.write(x, self.mlp(h), 2)
 
     def write(self, x: Tensor, y: Tensor, number: int) -> Tensor:
@@ -297,6 +304,9 @@ class Layer(nn.Module):
 
 
 def adds_to_the_stream_twice(design: Design, kind: str) -> bool:
+    """Whether a MoE layer adds its shared and its routed experts to the stream one after the other."""
+    if design.form != "serial":
+        return False
     return kind == "moe" and design.order == "stream" and design.shared > 0 and design.experts != "whole"
 
 

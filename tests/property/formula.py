@@ -3,8 +3,11 @@
 A block reads the stream as it would be had the addends that it is to miss never been added:
 
     S(0, lacks) = the embedding
-    S(k, lacks) = S(k - 1, lacks) + (the k-th write's sum, in the order of the original code, without what lacks names)
+    S(k, lacks) = c S(k - 1, lacks) + (the k-th write's sum, in the original order, without what lacks names)
     S(k, nothing) = X(k), the stream itself
+
+c is 1, or the constant by which the original code scales the stream at each write. A block reads S(k, lacks) for the
+last k that it reads in the original code.
 
 The modules of the original model compute the addends; its layers' own forward is not used. Nothing here comes
 from fxskip.
@@ -18,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tests.property.designs import WIDTH, Design, Layer, MoE, decoder, head
+from tests.property.designs import MLP, WIDTH, Design, Layer, MoE, adds_to_the_stream_twice, decoder, head
 
 Lacks = frozenset[tuple[int, str]]  # (number of the write in the model from 1, name of the addend)
 
@@ -38,7 +41,7 @@ class Sum:
 @dataclass(frozen=True)
 class Scaled:
     inner: Expression
-    factor: float
+    factor: float | Tensor
 
 
 Expression = Addend | Sum | Scaled
@@ -68,19 +71,18 @@ def names_of(expression: Expression) -> frozenset[str]:
 class Stream:
     """The residual stream and every version of it that some block reads."""
 
-    def __init__(self, embedding: Tensor, *, split: bool) -> None:
+    def __init__(self, embedding: Tensor, *, scale: float | None, split: bool) -> None:
         self.values = [embedding]
         self.writes: list[Expression] = []
-        self.split = split
+        self.scale, self.split = scale, split
         self._versions: dict[tuple[int, Lacks], Tensor] = {}
 
     def write(self, expression: Expression) -> None:
         self.writes.append(expression)
         self.values.append(self._added(self.values[-1], expression, frozenset()))
 
-    def read(self, lacks: Lacks, after: int | None = None) -> Tensor:
-        """S(after, lacks); by default after all writes so far."""
-        after = len(self.writes) if after is None else after
+    def read(self, lacks: Lacks, after: int) -> Tensor:
+        """S(after, lacks)."""
         lacks = frozenset(pair for pair in lacks if pair[0] <= after)
         if not lacks:
             return self.values[after]
@@ -92,6 +94,7 @@ class Stream:
 
     def _added(self, before: Tensor, write: Expression, names: frozenset[str]) -> Tensor:
         """`sum: split` adds the shared before the routed addends, one addition each."""
+        before = before if self.scale is None else before * self.scale
         if self.split and names_of(write) - names == {"routed", "shared"}:
             for lost in ("routed", "shared"):
                 part = without(write, names | {lost})
@@ -116,51 +119,58 @@ class Block:
     addends: frozenset[str]
     inseparable: bool
     """Its routed and shared addends cannot be told apart in the original code."""
+    behind: int = 0
+    """How many writes before it the original code has it not see: 1 for the second of two parallel blocks."""
 
 
 def blocks(design: Design) -> list[Block]:
     """The sub-blocks in the order of their writes; only for designs that can be rewired."""
     found = []
+    behind = 1 if design.form == "parallel_two" else 0
     for number, kind in enumerate(design.layers):
         found.append(Block(number, "attention", "attn", frozenset({"attention"}), False))
-        if design.form == "parallel_one":  # with a dense MLP; the sum is one addend
-            continue
         if kind == "dense":
+            found.append(Block(number, "dense", "mlp", frozenset({"dense"}), False, behind))
+        elif adds_to_the_stream_twice(design, kind):
             found.append(Block(number, "dense", "mlp", frozenset({"dense"}), False))
-            continue
-        mixed = is_inseparable(design)
-        names = {"routed", "shared"} if design.shared and not mixed else {"routed"}
-        found.append(Block(number, "moe", "mlp", frozenset(names), mixed))
+            found.append(Block(number, "moe", "mlp", frozenset({"routed"}), False, behind=1))
+        else:
+            mixed = is_inseparable(design)
+            names = {"routed", "shared"} if design.shared and not mixed else {"routed"}
+            found.append(Block(number, "moe", "mlp", frozenset(names), mixed, behind))
     return found
 
 
 def is_inseparable(design: Design) -> bool:
     """Whether something that is not linear stands between the parts of a MoE and the stream, or hides the parts."""
-    if design.experts == "whole":
-        return True
-    normed = design.place in ("post", "both") and design.norm != "none"
-    return design.shared > 0 and (normed or design.residual == "learned" or design.dropout == "write")
+    is_normed = design.place in ("post", "both") and design.norm != "none"
+    return design.experts == "whole" or (design.shared > 0 and is_normed)
 
 
 def expression(layer: Layer, block: Block, x: Tensor) -> Expression:
     """What the block adds to the stream when it reads `x`."""
     design = layer.design
     number = 1 if block.child == "attn" else 2
-    h = (layer.norm1 if number == 1 else layer.norm2)(x)
+    h = (layer.norm1 if number == 1 or design.form == "parallel_two" else layer.norm2)(x)
     post = layer.post1 if number == 1 else layer.post2
 
     def finished(y: Tensor) -> Tensor:
         return layer.scaled(layer.drop(post(y)), number)
 
     if block.kind == "attention":
-        y = layer.attn(h)
-        return Addend("attention", finished(y + layer.mlp(h) if design.form == "parallel_one" else y))
-    if block.kind == "dense":
+        return Addend("attention", finished(layer.attn(h)))
+    if isinstance(layer.mlp, MLP):
         return Addend("dense", finished(layer.mlp(h)))
     assert isinstance(layer.mlp, MoE)
+    if adds_to_the_stream_twice(design, layer.kind):
+        rows = h.reshape(-1, WIDTH)
+        part = layer.mlp.shared(rows) if block.kind == "dense" else layer.mlp.drop(layer.mlp.routed(rows))
+        return Addend(*block.addends, finished(part.view(h.shape)))
     if block.addends == {"routed"}:
         return Addend("routed", finished(layer.mlp(h)))
     added = moe_sum(layer.mlp, h)
+    if design.residual == "learned":
+        return Scaled(added, layer.scale2)
     return Scaled(added, 0.5) if design.residual == "constant" else added
 
 
@@ -215,10 +225,11 @@ Reads = Mapping[int, Lacks]  # by the block's position in the model from 0
 def evaluate(model: nn.Module, design: Design, reads: Reads, ids: Tensor, *, split: bool = False) -> Tensor:
     """The logits of the model when its blocks read as `reads` says; a block that is absent reads the full stream."""
     body = decoder(model)
-    stream = Stream(body.embed(ids), split=split)
+    stream = Stream(body.embed(ids), scale=0.5 if design.residual == "identity" else None, split=split)
     for position, block in enumerate(blocks(design)):
         layer = body.layers[block.layer]
         assert isinstance(layer, Layer)
-        stream.write(expression(layer, block, stream.read(reads.get(position, frozenset()))))
+        x = stream.read(reads.get(position, frozenset()), after=position - block.behind)
+        stream.write(expression(layer, block, x))
     out: Tensor = head(model)(body.norm(stream.values[-1]))
     return out

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from tests.property.designs import Design, adds_to_the_stream_twice
+from tests.property.designs import Design
 from tests.property.formula import Block, Lacks, Reads, blocks
 
 SPECS = Path(__file__).parents[2] / "specs"
@@ -51,17 +51,13 @@ def predict(design: Design, spec: Mapping[str, Any]) -> Outcome:
 
 def architecture_refusal(design: Design) -> Refusal | None:
     """Why a design cannot be rewired, whatever the spec; None where it can."""
-    not_a_chain = Refusal("PassError", "is not the stream plus the output of one sub-block")
     is_outer = design.place == "outer" and design.norm != "none"
-    if is_outer or design.residual == "identity" or design.form == "parallel_two":
-        return not_a_chain
-    for kind in design.layers:
-        if design.form == "serial" and adds_to_the_stream_twice(design, kind):
-            return not_a_chain
-        if design.form == "parallel_one" and kind == "moe":
-            return Refusal("PassError", "attention and routed experts are added to the stream as one sub-block")
+    if is_outer:
+        return Refusal("PassError", "is not the stream plus the output of one sub-block")
     if "moe" not in design.layers:
         return Refusal("PassError", "has no routed experts in any layer")
+    if design.form == "parallel_one":
+        return Refusal("PassError", "attention and routed experts are added to the stream as one sub-block")
     return None
 
 
@@ -85,12 +81,25 @@ def rules_outcome(design: Design, spec: Mapping[str, Any]) -> Outcome:
     for position, number in sorted(claims.items()):
         lacks = missed(found, position, rules[number]["without"])
         if lacks is None:
-            return Refusal("PassError", "cannot be told apart")
+            return Refusal(
+                "PassError", f"of layer {found[position].layer}: routed and shared experts of layer"
+            )
         reads[position] = lacks
     for number in range(len(rules)):
         if not any(reads[i] for i, n in claims.items() if n == number):
             return Refusal("PassError", f"connect.{number} drops nothing")
-    return Rewired({i: lacks for i, lacks in reads.items() if lacks}, spec.get("sum") == "split")
+    split = spec.get("sum") == "split"
+    if split and any(block.inseparable for block in found):
+        return Refusal("PassError", "sum: split: routed and shared experts of layer")
+    if split and not any(block.addends == {"routed", "shared"} for block in found):
+        return Refusal("PassError", "sum: split changes nothing")
+    return Rewired({i: changed for i, lacks in reads.items() if (changed := seen(found, i) & lacks)}, split)
+
+
+def seen(found: Sequence[Block], position: int) -> Lacks:
+    """What the block at `position` reads in the original code."""
+    last = position - found[position].behind
+    return frozenset((write, name) for write in range(1, last + 1) for name in found[write - 1].addends)
 
 
 def missed(found: Sequence[Block], position: int, without: Sequence[str]) -> Lacks | None:
@@ -178,8 +187,8 @@ def _rule(design: Design, draw: random.Random, word: str) -> dict[str, Any]:
     child = "attn" if word == "attention" else "mlp"
     prefix = "model." if design.wrapper == "hf" else ""
     selected = draw.choice([
-        word, word, word, [word], f"*.{child}", f"*layers.[{layer}{layer + 1}].{child}", f"{prefix}layers.{layer}.{child}",
-        [word, f"{prefix}layers.9.{child}"],
+        word, word, word, [word], f"*.{child}", f"*layers.[{layer}{layer + 1}].{child}",
+        f"{prefix}layers.{layer}.{child}", [word, f"{prefix}layers.9.{child}"],
     ])  # fmt: skip
     rule: dict[str, Any] = {"blocks": selected}
     if draw.random() < 0.7:
