@@ -150,12 +150,13 @@ def with_streams(graph: fx.Graph, n_inputs: int, n_outputs: int) -> fx.Graph:
             source = new.placeholder(f"stream_{index}")
         with new.inserting_before(first):
             marker = new.call_function(torch.ops.fxskip.stream_in.default, (source, index))
-        source.meta["example_value"] = marker.meta["example_value"] = value(first)
+        for node in (source, marker):  # memory of its own, or a write to one stream would be one to all
+            node.meta["example_value"] = torch.empty_like(value(first))
     others = []
     with new.inserting_before(output):
         for index in range(1, n_outputs):
             others.append(new.call_function(torch.ops.fxskip.stream_out.default, (first, index)))
-            others[-1].meta["example_value"] = value(first)
+            others[-1].meta["example_value"] = torch.empty_like(value(first))
     output.args = ((output.args[0], tuple(others)),)
     new.lint()
     return new
