@@ -5,7 +5,8 @@ import torch
 
 from fxskip.loss import dense_kl, hidden_kl
 from tests.loss.formulas import Case
-from tests.loss.test_baselines import BY_NAME, FORMS, LargestTensor
+from tests.loss.spies import Spy
+from tests.loss.test_baselines import BY_NAME, FORMS
 
 pytestmark = [
     pytest.mark.gpu(1),
@@ -43,7 +44,7 @@ def test_no_tensor_of_tokens_by_vocabulary_and_no_float32_copy_of_a_bfloat16_wei
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    with LargestTensor() as spy:
+    with Spy() as spy:
         hidden_kl(*case.arguments, chunk_tokens=16).backward()
     assert spy.elements <= 1024 * 66  # the teacher's weight, transposed
     peak = torch.cuda.max_memory_allocated() - before
