@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fxskip.bench.loss_inputs import draw_inputs
 from fxskip.loss import sparse_kl
+from fxskip.loss.implementation import Implementation
 
 TOKENS, WIDTH, VOCABULARY, ENTRIES = 1000, 256, 5003, 100
 
@@ -30,7 +31,8 @@ def error_row(
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     right = results(wide, teacher, options, implementation="torch")
     row: dict[str, Any] = {"case": name}
-    for implementation in ("triton", "torch"):
+    both: tuple[Implementation, ...] = "triton", "torch"
+    for implementation in both:
         got = results(leaves, teacher, options, implementation=implementation)
         row[implementation] = [relative(a, b) for a, b in zip(got, right, strict=True)]
     again = results(leaves, teacher, options, implementation="triton")
@@ -73,13 +75,17 @@ def cases() -> list[tuple[str, list[Tensor], tuple[Tensor, Tensor], dict[str, An
 
 
 def results(
-    leaves: list[Tensor], teacher: tuple[Tensor, Tensor], options: dict[str, Any], *, implementation: str
+    leaves: list[Tensor],
+    teacher: tuple[Tensor, Tensor],
+    options: dict[str, Any],
+    *,
+    implementation: Implementation,
 ) -> list[Tensor]:
     hidden, weight, *bias = leaves
     given = dict(options) | ({"bias": bias[0]} if bias else {})
     if implementation == "torch":
         given.pop("logits_dtype", None)  # float32 anyway
-    loss = sparse_kl(hidden, weight, *teacher, chunk_tokens=384, implementation=implementation, **given)  # type: ignore[arg-type]
+    loss = sparse_kl(hidden, weight, *teacher, chunk_tokens=384, implementation=implementation, **given)
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
@@ -88,7 +94,8 @@ def many_chunks() -> dict[str, Any]:
     inputs = draw_inputs(8192, 8000, width=512)
     wide = [x.detach().double().requires_grad_() for x in (inputs.hidden, inputs.weight)]
     teacher = inputs.ids, inputs.logp
-    (right,) = torch.autograd.grad(sparse_kl(*wide, *teacher, implementation="torch"), wide[1:])
+    loss = sparse_kl(wide[0], wide[1], *teacher, implementation="torch")
+    (right,) = torch.autograd.grad(loss, wide[1:])
     errors = {}
     for chunks in (1, 8, 64, 512):
         loss = sparse_kl(inputs.hidden, inputs.weight, *teacher, chunk_tokens=8192 // chunks, accumulate=1)

@@ -54,7 +54,7 @@ def run_ranks(out: Path, ranks: int, tokens: list[int]) -> None:
     print(f"V={VOCABULARY} over {ranks} GPUs; peak is above the inputs, of the fuller rank", flush=True)
     for count in tokens:
         for name in VARIANTS:
-            row = {"variant": name, "tokens": count} | in_fresh_processes(name, count, ranks)
+            row: dict[str, Any] = {"variant": name, "tokens": count} | in_fresh_processes(name, count, ranks)
             report |= row.pop("environment", {})
             report["rows"].append(row)
             out.write_text(json.dumps(report, indent=1))

@@ -77,7 +77,7 @@ def kernel_times_ms(work: Work) -> dict[str, float]:
     with torch.profiler.profile(activities=activities) as profile:
         work()
         torch.cuda.synchronize()
-    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [e for e in profile.events() if e.device_type.name == "CUDA"]
     totals: dict[str, float] = {}
     for event in kernels:
         name = event.name[:90]

@@ -155,7 +155,7 @@ def as_gradient(buffer_sV: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def reduced(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    work = dist.all_reduce(tensor, group=group, async_op=True)
+    work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=True)
     assert work is not None
     return work
 

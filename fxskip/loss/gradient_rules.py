@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef
+from torch._library.custom_ops import CustomOpDef
 
 from fxskip.errors import FxskipError
 from fxskip.loss.engine import Formed
@@ -44,15 +44,19 @@ def register_gradient_rules(operator: CustomOpDef) -> None:
 
     def shapes(hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool], *_: Any) -> Results:
         wide = accumulation_dtype(hidden.dtype)
-        gradients = (
-            torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-            if is_wanted and x is not None
-            else hidden.new_empty(0)
-            for x, dtype, is_wanted in zip(
-                (hidden, weight, bias), (hidden.dtype, wide, wide), wanted, strict=True
-            )
+
+        def gradient(x: Tensor | None, dtype: torch.dtype, is_wanted: bool) -> Tensor:
+            if x is None or not is_wanted:
+                return hidden.new_empty(0)
+            return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+        loss, (for_hidden, for_weight, for_bias) = hidden.new_empty((), dtype=wide), wanted
+        return (
+            loss,
+            gradient(hidden, hidden.dtype, for_hidden),
+            gradient(weight, wide, for_weight),
+            gradient(bias, wide, for_bias),
         )
-        return hidden.new_empty((), dtype=wide), *gradients
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
         hidden, weight, bias, ctx.wanted, ctx.who, *others = inputs

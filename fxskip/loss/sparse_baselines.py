@@ -104,10 +104,8 @@ def truncated_kl_sum(
     taken_tK = logits_tV.gather(1, columns_tK.where(here_tK, 0)).where(here_tK, 0.0)
     normaliser_t = torch.logsumexp(logits_tV, dim=-1)
     if group is not None:
-        taken_tK, normaliser_t = (
-            SumOverRanks.apply(taken_tK, group),
-            LogSumOverRanks.apply(normaliser_t, group),
-        )  # type: ignore[no-untyped-call]
+        taken_tK = SumOverRanks.apply(taken_tK, group)  # type: ignore[no-untyped-call]
+        normaliser_t = LogSumOverRanks.apply(normaliser_t, group)  # type: ignore[no-untyped-call]
     p_tK = logp_tK.float().exp()
     return (p_tK * (logp_tK.float() - taken_tK + normaliser_t[:, None])).sum()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group as resolve
 
 from fxskip.errors import FxskipError
 
@@ -31,7 +32,7 @@ class Shard:
 
 def group_of(name: str) -> dist.ProcessGroup | None:
     """The process group of that name; operators take names, since a group is not a value of a graph."""
-    return dist.distributed_c10d._resolve_process_group(name) if name else None  # type: ignore[arg-type]
+    return resolve(name) if name else None  # type: ignore[arg-type] # a str to older versions
 
 
 def shard_of(
