@@ -1,5 +1,6 @@
 """Times and peaks of work on one GPU, and what they were measured on."""
 
+import hashlib
 import platform
 import random
 import statistics
@@ -14,6 +15,7 @@ import torch
 
 from fxskip.version import __version__
 
+PACKAGE = Path(__file__).resolve().parents[1]
 Work = Callable[[], object]
 
 
@@ -100,18 +102,13 @@ def profiled(work: Work) -> list[Any]:
 
 
 def environment() -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     device = torch.cuda.get_device_properties(0)
     return {
         "command": " ".join([Path(sys.executable).name, *sys.argv]),
         "fxskip": __version__,
-        "commit": commit.stdout.strip() or "not a checkout",
+        "commit": git("rev-parse", "--short", "HEAD") or "not a checkout",
+        "changed_since_commit": git("status", "--porcelain", "--", "fxskip").splitlines(),
+        "sources_sha256": sources_hash(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -120,6 +117,21 @@ def environment() -> dict[str, Any]:
         "gpu_gib": round(device.total_memory / 2**30, 1),
         "gpus": torch.cuda.device_count(),
     }
+
+
+def git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=PACKAGE.parent, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()
+
+
+def sources_hash() -> str:
+    """Of all Python files of the package: says what ran also where the commit beside it is not what ran."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(f"{path.relative_to(PACKAGE).as_posix()}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def triton_version() -> str:
