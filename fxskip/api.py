@@ -10,10 +10,11 @@ from typing import Any, TypeVar, cast
 import torch
 from pydantic import BaseModel
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from fxskip.analysis import Analysis
 from fxskip.capture.program import as_module, is_program
+from fxskip.checkpoint.auto_classes import loader
 from fxskip.checkpoint.family import record_of
 from fxskip.checkpoint.program import program_record
 from fxskip.checkpoint.record import WiringRecord
@@ -121,7 +122,7 @@ def is_transformed(model: object) -> bool:
 
 def _without_weights(config: PreTrainedConfig) -> nn.Module:
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model: nn.Module = loader("plan", config).from_config(config, dtype=torch.bfloat16)
     return model
 
 
