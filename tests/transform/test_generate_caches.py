@@ -47,11 +47,17 @@ def assert_same_steps(got: Any, want: Any) -> None:
         assert_equal_tensors(f"logits of step {number}", one, other)
 
 
-@pytest.mark.parametrize("window", [None, pytest.param(WINDOW, id="sliding")])
-@pytest.mark.parametrize("kind", CACHES)
+# transformers has no quantised cache with a window.
+KINDS = [
+    (kind, window) for kind in CACHES for window in (None, WINDOW) if (kind, window) != ("quantised", WINDOW)
+]
+IN_MAKE_TEST = (("static", WINDOW), ("quantised", None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "window"), [pytest.param(*k, marks=[] if k in IN_MAKE_TEST else pytest.mark.slow) for k in KINDS]
+)
 def test_each_kind_of_cache(kind: str, window: int | None) -> None:
-    if kind == "quantised" and window:
-        pytest.skip("transformers has no quantised cache with a window")
     model = tiny("mixtral", sliding_window=window)
     student, reference = fxskip.transform(model, FARSKIP.spec), FARSKIP.reference(model)
     before = capture_count()
@@ -63,6 +69,7 @@ def test_each_kind_of_cache(kind: str, window: int | None) -> None:
     assert not torch.equal(got.sequences, generated(model, CACHES[kind](model)).sequences)
 
 
+@pytest.mark.slow
 def test_sliding_and_full_layers_in_one_cache() -> None:
     """gpt_oss alternates; the static cache has two kinds of layers too."""
     model = architectures.tiny("gpt_oss", sliding_window=WINDOW)
@@ -142,11 +149,12 @@ class Stream:
 def test_an_offloaded_cache_moves_as_in_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same waits, copies and prefetches in the same order; layer 1's leave once layer 1 is through."""
     log: list[str] = []
-    monkeypatch.setattr(torch, "Stream", lambda: Stream("prefetch", log))
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream("default", log))
 
     def offloaded(model: PreTrainedModel) -> DynamicCache:
-        cache = DynamicCache(config=model.config, offloading=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "Stream", lambda: Stream("prefetch", log))
+            cache = DynamicCache(config=model.config, offloading=True)
         for index, layer in enumerate(cache.layers):
             for move in ("prefetch", "offload"):
                 monkeypatch.setattr(layer, move, lambda move=move, index=index: log.append(f"{move} {index}"))
@@ -162,6 +170,7 @@ def test_an_offloaded_cache_moves_as_in_the_original(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.gpu(1)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_an_offloaded_cache_on_a_gpu() -> None:
     model = tiny("mixtral", layers=6).to("cuda")
     student = fxskip.transform(model, "identity")
