@@ -14,7 +14,7 @@ import fxskip
 from fxskip.runtime import capture_count
 from fxskip.runtime.layer_cache import uses_one_part
 from tests.ecosystem import architectures
-from tests.transform.compare import assert_equal_tensors
+from tests.transform.compare import assert_equal_tensors, cache_name
 from tests.transform.wirings import FARSKIP
 from tests.zoo import batch, tiny
 
@@ -33,7 +33,7 @@ def generated(model: PreTrainedModel, cache: Any, *, new: int = 6, padded: bool 
     return model.generate(
         input_ids=given["input_ids"],
         attention_mask=given["attention_mask"],
-        past_key_values=cache,
+        **{cache_name(model): cache},
         max_new_tokens=new,
         do_sample=False,
         output_logits=True,
