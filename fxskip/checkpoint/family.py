@@ -12,8 +12,9 @@ import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
@@ -25,8 +26,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from fxskip.capture.hf import decoder_layers
+from fxskip.capture.hf import layers_by_path
 from fxskip.checkpoint.atomic import replaced_directory
+from fxskip.checkpoint.plain import plain_record
 from fxskip.checkpoint.record import WiringRecord
 from fxskip.errors import CheckpointError
 from fxskip.runtime.decoder import keep_eager
@@ -140,6 +142,7 @@ class FxSkipModelMixin:
         return _bare_model, (self.fxskip_base,), vars(self).copy()
 
 
+Model = TypeVar("Model", bound=nn.Module)
 Family = tuple[type[PreTrainedConfig], type[PreTrainedModel]]
 _FAMILIES: dict[type[PreTrainedModel], Family] = {}
 
@@ -194,7 +197,7 @@ def adopt(model: PreTrainedModel, record: WiringRecord) -> None:
 
 def wire(model: Any, record: WiringRecord) -> None:
     """Install the wiring of `record` in the decoder layers of `model`."""
-    (path, layers), regions = decoder_layers(model), record.wiring().regions
+    layers, regions = layers_by_path(model), record.wiring().regions
     if len(layers) != len(regions):
         raise CheckpointError(
             "checkpoint",
@@ -202,21 +205,22 @@ def wire(model: Any, record: WiringRecord) -> None:
             where="config.json",
             hint="restore config.json from a copy, or convert the original model again",
         )
-    install(layers, regions)
-    keep_eager(model.get_submodule(path.partition(".")[0]))
+    install(layers, regions, record.leaves)
+    keep_eager(model.get_decoder())
 
 
-def base_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+def base_class(model: Model) -> type[Model]:
     """The original class of a model, rewired or not."""
-    found: type[PreTrainedModel] = getattr(type(model), "fxskip_base", type(model))
+    found: type[Model] = getattr(type(model), "fxskip_base", type(model))
     return found
 
 
 def record_of(model: object) -> WiringRecord | None:
     """The wiring record of a rewired model; None for any other object."""
-    if not isinstance(model, FxSkipModelMixin):
-        return None
-    return WiringRecord.from_dict(model.config.fxskip)
+    if isinstance(model, FxSkipModelMixin):
+        return WiringRecord.from_dict(model.config.fxskip)
+    plain = plain_record(model)
+    return plain.wiring if plain is not None else None
 
 
 def family_of(config_dict: Mapping[str, Any]) -> Family:

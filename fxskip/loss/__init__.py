@@ -12,5 +12,15 @@ a benchmark has something to beat and a test something to agree with:
 from fxskip.loss.baselines import dense_kl, forward_chunked_kl, full_chunked_kl
 from fxskip.loss.cross_entropy import cross_entropy
 from fxskip.loss.hidden_kl import hidden_kl
+from fxskip.loss.sparse_kl import sparse_kl
+from fxskip.loss.tails import truncated_minimum
 
-__all__ = ["cross_entropy", "dense_kl", "forward_chunked_kl", "full_chunked_kl", "hidden_kl"]
+__all__ = [
+    "cross_entropy",
+    "dense_kl",
+    "forward_chunked_kl",
+    "full_chunked_kl",
+    "hidden_kl",
+    "sparse_kl",
+    "truncated_minimum",
+]

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from fxskip.planning.legend import SIGNS, TERMS, legend
 from fxskip.planning.markup import document, element
 from fxskip.planning.picture import pictures
-from fxskip.planning.plan import Plan, PlannedBlock
-from fxskip.planning.words import kind, short_path, span, unseen
+from fxskip.planning.plan import Plan, PlannedBlock, total
+from fxskip.planning.words import kind, mflop, short_path, span, unseen
 from fxskip.schedule.costs import CONTEXT
 
 
@@ -56,7 +56,7 @@ def _headline(plan: Plan) -> ET.Element:
     dispatches = sum(bool(block.window.dispatch_under) for block in experts)
     combines = sum(bool(block.window.combine_under) for block in experts)
     parameters = sum(block.costs.parameters for block in plan.blocks)
-    exchange = sum(block.costs.exchange_bytes_per_token for block in experts)
+    exchange = total(block.costs.exchange_bytes_per_token for block in experts)
     streams = "stream" if plan.streams == 1 else "streams"
     beside = "experts that other sub-blocks can run beside"
     return element(
@@ -65,7 +65,10 @@ def _headline(plan: Plan) -> ET.Element:
         _figure(f"{dispatches} of {len(experts)}", f"dispatches to {beside}"),
         _figure(f"{combines} of {len(experts)}", f"combines from {beside}"),
         _figure(str(plan.streams), f"{streams} between layers (the original has 1)"),
-        _figure(_short(exchange, "B"), "a token sends to experts in one forward pass, and gets back"),
+        _figure(
+            "unknown" if exchange is None else _short(exchange, "B"),
+            "a token sends to experts in one forward pass, and gets back",
+        ),
         _figure(_short(parameters, ""), "parameters in sub-blocks; none is added or removed"),
         class_="headline",
     )
@@ -129,7 +132,7 @@ def _row(plan: Plan, number: int, names: Sequence[str]) -> ET.Element:
         element("td", reads, *why),
         element("td", *_beside(block)),
         element("td", f"{block.costs.parameters:,}", class_="number"),
-        element("td", f"{block.costs.flops_per_token / 1e6:,.2f}", class_="number"),
+        element("td", mflop(block.costs.flops_per_token), class_="number"),
     )
     for name, cell in zip(names, cells, strict=True):
         cell.set("data-name", name)  # shown before the cell on a narrow screen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
@@ -24,8 +24,9 @@ class Window:
     """Blocks between the last write that this block waits for and the block itself."""
     combine_under: tuple[str, ...]
     """Blocks between this block and the first one that needs what it leaves to a collective."""
-    dispatch_flops_per_token: float
-    combine_flops_per_token: float
+    dispatch_flops_per_token: float | None
+    combine_flops_per_token: float | None
+    """Of the blocks above; None where those of one are not known."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,10 @@ def make_plan(
 
 
 def _reads(connection: Connection, blocks: Sequence[SubBlock]) -> str:
-    if not connection.lacks:
+    if not connection.reads:
         return "full stream"
     parts = []
-    for write, addend in connection.lacks:
+    for write, addend in sorted(connection.reads):
         parts.append(f"{addend} of layer {blocks[write - 1].layer}")
     return "stream without " + ", ".join(parts)
 
@@ -128,19 +129,25 @@ def _window(connections: Sequence[Connection], index: int, costs: Sequence[Costs
     return Window(
         tuple(connections[i].block.path for i in before),
         tuple(connections[i].block.path for i in after),
-        sum(costs[i].flops_per_token for i in before),
-        sum(costs[i].flops_per_token for i in after),
+        total(costs[i].flops_per_token for i in before),
+        total(costs[i].flops_per_token for i in after),
     )
+
+
+def total(numbers: Iterable[float | None]) -> float | None:
+    """The sum; None where one of the numbers is not known."""
+    known = list(numbers)
+    return None if None in known else sum(number for number in known if number is not None)
 
 
 def _sees(reader: Connection, write: int, connections: Sequence[Connection]) -> bool:
     """Whether the block sees any addend of an earlier write."""
     addends = connections[write - 1].block.addends
-    return any((write, addend) not in reader.lacks for addend in addends)
+    return any((write, addend) not in reader.reads for addend in addends)
 
 
 def _sees_travelling(reader: Connection, writer: Connection) -> bool:
     """Whether a later block needs what the writer's collective delivers: the routed addend, or all of it."""
     addends = writer.block.addends
     travelling = ("routed",) if "routed" in addends else addends
-    return any((writer.write, addend) not in reader.lacks for addend in travelling)
+    return any((writer.write, addend) not in reader.reads for addend in travelling)

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from fxskip.planning.fold import Fold, fold
 from fxskip.planning.plan import Plan, PlannedBlock, Window
-from fxskip.planning.words import short_path, span
+from fxskip.planning.words import mflop, short_path, span
 from fxskip.schedule.costs import CONTEXT
 
 WIDTH = 140
@@ -54,7 +54,7 @@ def _add_row(table: Table, block: PlannedBlock) -> None:
         block.path,
         f"{block.reads} ({block.refused})" if block.refused else block.reads,
         f"{block.costs.parameters / 1e6:.2f} M",
-        f"{block.costs.flops_per_token / 1e6:.2f}",
+        mflop(block.costs.flops_per_token),
         _window(block.window, sends_tokens=block.kind == "moe"),
     )
 

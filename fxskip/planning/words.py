@@ -15,6 +15,11 @@ def kind(block: PlannedBlock) -> str:
     return KINDS.get(block.kind, block.kind)
 
 
+def mflop(flops: float | None) -> str:
+    """12345678 as "12.35"."""
+    return "unknown" if flops is None else f"{flops / 1e6:,.2f}"
+
+
 def back(dropped: str) -> tuple[str, int]:
     """`routed@1` as ("routed", 1): the addend, and how many writes before the block it was made."""
     name, _, number = dropped.rpartition("@")
