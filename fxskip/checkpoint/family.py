@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
@@ -25,6 +26,7 @@ from fxskip.capture.hf import layers_by_path
 from fxskip.checkpoint.atomic import replaced_directory
 from fxskip.checkpoint.auto_classes import auto_classes, known_types, language_model
 from fxskip.checkpoint.plain import plain_record
+from fxskip.checkpoint.program import program_record
 from fxskip.checkpoint.record import WiringRecord
 from fxskip.errors import CheckpointError
 from fxskip.runtime.decoder import keep_eager
@@ -125,6 +127,18 @@ class FxSkipModelMixin:
                 f"{loaded.__name__}",
                 hint=f"transform a {loaded.__name__}, or save the state_dict alone with safetensors",
             )
+
+    def get_compiled_call(self, compile_config: Any) -> Any:
+        """What `generate` calls with a static cache: the model as it is, where transformers would compile it.
+
+        The layers are captured already, and CUDA graphs, its default, cannot go around them.
+        """
+        if compile_config is not None:
+            warnings.warn(
+                "generate: compile_config has no effect on a model rewired by fxskip, whose layers run as captured",
+                stacklevel=2,
+            )
+        return self.__call__  # type: ignore[operator]
 
     # transformers reads these two off the source text of a class's module, which for ours is this file. A wrong
     # answer would load the model with a loop over experts, which cannot be captured.
@@ -227,8 +241,8 @@ def record_of(model: object) -> WiringRecord | None:
     """The wiring record of a rewired model; None for any other object."""
     if isinstance(model, FxSkipModelMixin):
         return WiringRecord.from_dict(model.config.fxskip)
-    plain = plain_record(model)
-    return plain.wiring if plain is not None else None
+    other = plain_record(model) or program_record(model)
+    return other.wiring if other is not None else None
 
 
 def family_of(config_dict: Mapping[str, Any]) -> Family:
