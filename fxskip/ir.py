@@ -167,6 +167,9 @@ def with_streams(graph: fx.Graph, n_inputs: int, n_outputs: int) -> fx.Graph:
 
 def op_name(node: fx.Node) -> str:
     """The operation's bare name: `linear`, `topk`, `add`; empty for placeholders and outputs."""
+    if node.op == "call_module":  # in programs that torch.fx traced: Linear is linear
+        kind = list(node.meta["nn_module_stack"].values())[-1][1]
+        return str(getattr(kind, "__name__", kind)).rpartition(".")[2].lower()
     if node.op not in ("call_function", "call_method"):
         return ""
     if isinstance(node.target, str):
@@ -212,7 +215,18 @@ def leaf_contents(node: fx.Node) -> Contents:
 
 
 ADDS = frozenset(
-    {torch.add, operator.add, operator.iadd, "add", "add_", "__add__", "__iadd__", add_scattered}
+    {
+        torch.add,
+        operator.add,
+        operator.iadd,
+        "add",
+        "add_",
+        "__add__",
+        "__iadd__",
+        torch.ops.aten.add.Tensor,
+        torch.ops.aten.add_.Tensor,
+        add_scattered,
+    }
 )
 
 
@@ -264,6 +278,8 @@ _IN_PLACE_FUNCTIONS = frozenset(
 def storage(node: fx.Node) -> int | None:
     """Identity of the memory that the node's value lies in: equal for a tensor and its views; None for no tensor."""
     tensor = value(node)
+    while isinstance(tensor, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)  # inside vmap, which masks are made with
     return tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else None
 
 
@@ -278,12 +294,15 @@ def writers(graph: fx.Graph) -> dict[int, list[fx.Node]]:
 
 
 def module_path(node: fx.Node) -> str:
-    """Path of the module that called the operation, relative to the decoder layer; "" in the layer itself."""
+    """Path of the module that called the operation, relative to the decoder layer; "" in the layer itself.
+
+    In a captured program, which has no decoder layers, relative to the program.
+    """
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
     path: str = list(stack.values())[-1][0]
-    return path.partition("].")[2] if "]." in path else ""
+    return path.partition("].")[2] if path.startswith("L[") else path
 
 
 def dataflow(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:

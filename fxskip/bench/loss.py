@@ -16,14 +16,13 @@ from typing import Any
 import torch
 
 from fxskip.bench.loss_errors import error_rows
-from fxskip.bench.loss_inputs import Inputs, draw_inputs, four_products, three_products
+from fxskip.bench.loss_inputs import FLOOR, Inputs, draw_inputs, four_products, three_products
 from fxskip.bench.loss_others import liger_jsd, liger_kl
 from fxskip.bench.loss_sweep import sweep
 from fxskip.bench.measure import Work, as_json, environment, kernel_times_ms, measure, print_rows
 from fxskip.loss import hidden_kl, sparse_kl
 from fxskip.loss.sparse_baselines import dense_sparse_kl, forward_chunked_sparse_kl, full_chunked_sparse_kl
 
-FLOOR = "three products"
 unchecked_kl = partial(sparse_kl, validate=False, implementation="triton")
 
 
@@ -95,13 +94,12 @@ def small() -> Any:
 def online() -> Any:
     inputs = draw_inputs(32768, 131072)
     teacher_hidden = torch.randn_like(inputs.hidden)
-    options = {"chunk_tokens": 4096}
 
     def step(**more: Any) -> Work:
         def work() -> None:
             inputs.hidden.grad = inputs.weight.grad = None
             head = inputs.weight
-            hidden_kl(inputs.hidden, head, teacher_hidden, head.detach(), **options, **more).backward()
+            hidden_kl(inputs.hidden, head, teacher_hidden, head.detach(), **more).backward()
             inputs.hidden.grad = inputs.weight.grad = None
 
         return work

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fxskip.bench.loss_inputs import draw_inputs
 from fxskip.loss import sparse_kl
+from fxskip.loss.implementation import Implementation
 
 TOKENS, WIDTH, VOCABULARY, ENTRIES = 1000, 256, 5003, 100
 
@@ -21,7 +22,7 @@ def error_rows() -> list[dict[str, Any]]:
         except Exception as error:  # the other cases are still worth having
             rows.append({"case": case[0], "failed": f"{type(error).__name__}: {error}"})
             print(f"  {case[0]:34s} {rows[-1]['failed']}", flush=True)
-    return [*rows, many_chunks(), large_index()]
+    return [*rows, *many_chunks(), large_index()]
 
 
 def error_row(
@@ -30,7 +31,8 @@ def error_row(
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     right = results(wide, teacher, options, implementation="torch")
     row: dict[str, Any] = {"case": name}
-    for implementation in ("triton", "torch"):
+    both: tuple[Implementation, ...] = "triton", "torch"
+    for implementation in both:
         got = results(leaves, teacher, options, implementation=implementation)
         row[implementation] = [relative(a, b) for a, b in zip(got, right, strict=True)]
     again = results(leaves, teacher, options, implementation="triton")
@@ -73,29 +75,49 @@ def cases() -> list[tuple[str, list[Tensor], tuple[Tensor, Tensor], dict[str, An
 
 
 def results(
-    leaves: list[Tensor], teacher: tuple[Tensor, Tensor], options: dict[str, Any], *, implementation: str
+    leaves: list[Tensor],
+    teacher: tuple[Tensor, Tensor],
+    options: dict[str, Any],
+    *,
+    implementation: Implementation,
 ) -> list[Tensor]:
     hidden, weight, *bias = leaves
     given = dict(options) | ({"bias": bias[0]} if bias else {})
     if implementation == "torch":
         given.pop("logits_dtype", None)  # float32 anyway
-    loss = sparse_kl(hidden, weight, *teacher, chunk_tokens=384, implementation=implementation, **given)  # type: ignore[arg-type]
+    loss = sparse_kl(hidden, weight, *teacher, chunk_tokens=384, implementation=implementation, **given)
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-def many_chunks() -> dict[str, Any]:
-    """d weight over 512 chunks: its error must be that of one rounding to bfloat16."""
-    inputs = draw_inputs(8192, 8000, width=512)
-    wide = [x.detach().double().requires_grad_() for x in (inputs.hidden, inputs.weight)]
-    teacher = inputs.ids, inputs.logp
-    (right,) = torch.autograd.grad(sparse_kl(*wide, *teacher, implementation="torch"), wide[1:])
-    errors = {}
-    for chunks in (1, 8, 64, 512):
-        loss = sparse_kl(inputs.hidden, inputs.weight, *teacher, chunk_tokens=8192 // chunks, accumulate=1)
-        (got,) = torch.autograd.grad(loss, [inputs.weight])
-        errors[chunks] = relative(got, right)
-    print(f"  d weight by number of chunks: {errors}", flush=True)
-    return {"case": "d weight by number of chunks", "triton": errors}
+def many_chunks() -> list[dict[str, Any]]:
+    """d weight over up to 512 chunks: with float32 logits its error is that of its roundings, however many."""
+    rows = []
+    for vocabulary in (8000, 8192, 8003):
+        inputs = draw_inputs(8192, vocabulary, width=512)
+        wide = [x.detach().double().requires_grad_() for x in (inputs.hidden, inputs.weight)]
+        teacher = inputs.ids, inputs.logp
+        loss = sparse_kl(wide[0], wide[1], *teacher, implementation="torch")
+        (right,) = torch.autograd.grad(loss, wide[1:])
+        for logits_dtype in (None, torch.float32):
+            errors: dict[int | str, float] = {}
+            for chunks in (1, 8, 512):
+                loss = sparse_kl(
+                    inputs.hidden,
+                    inputs.weight,
+                    *teacher,
+                    chunk_tokens=8192 // chunks,
+                    accumulate=1,
+                    logits_dtype=logits_dtype,
+                )
+                (got,) = torch.autograd.grad(loss, [inputs.weight])
+                errors[chunks] = relative(got, right)
+            loss = sparse_kl(inputs.hidden, inputs.weight, *teacher, implementation="torch")
+            (got,) = torch.autograd.grad(loss, [inputs.weight])
+            errors["plain PyTorch"] = relative(got, right)
+            case = f"d weight by number of chunks, V={vocabulary}, logits {logits_dtype or 'bfloat16'}"
+            print(f"  {case}: {errors}", flush=True)
+            rows.append({"case": case, "triton": errors})
+    return rows
 
 
 def large_index() -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Times and peaks of work on one GPU, and what they were measured on."""
 
+import hashlib
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import torch
 
 from fxskip.version import __version__
 
+PACKAGE = Path(__file__).resolve().parents[1]
 Work = Callable[[], object]
 
 
@@ -29,7 +32,9 @@ class Measurement:
 
 
 def measure(variants: Mapping[str, Work], *, rounds: int, warm_up: int = 2) -> dict[str, Measurement | str]:
-    """Each variant once a round, in turn, so that a GPU that gets hot slows all of them.
+    """Each variant once a round, in an order of its own, so that a GPU that gets hot slows all of them.
+
+    Before each timed call comes one that is not: the first after another variant runs at that one's clock.
 
     A variant that runs out of memory, or is not installed, has the reason in place of a measurement.
     """
@@ -44,10 +49,12 @@ def measure(variants: Mapping[str, Work], *, rounds: int, warm_up: int = 2) -> d
         except Exception as error:  # the other variants' times are still worth having
             failures[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
             torch.cuda.empty_cache()
+    order, shuffler = [name for name in variants if name not in failures], random.Random(0)
     for _ in range(rounds):
-        for name, work in variants.items():
-            if name not in failures:
-                samples[name].append(elapsed_ms(work))
+        shuffler.shuffle(order)
+        for name in order:
+            variants[name]()
+            samples[name].append(elapsed_ms(variants[name]))
     return {n: failures[n] if n in failures else Measurement(samples[n], peaks[n]) for n in variants}
 
 
@@ -71,35 +78,37 @@ def peak_gib(work: Work) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
+def kernel_events(work: Work) -> list[tuple[str, float]]:
+    """Name and milliseconds of each kernel that `work` runs, in order."""
+    return [(event.name, event.time_range.elapsed_us() / 1000) for event in profiled(work)]
+
+
 def kernel_times_ms(work: Work) -> dict[str, float]:
     """Time in each kernel of one call, the longest first, and `span`: from the first's start to the last's end."""
+    events = profiled(work)
+    totals: dict[str, float] = {}
+    for event in events:
+        totals[event.name[:90]] = totals.get(event.name[:90], 0.0) + event.time_range.elapsed_us() / 1000
+    span = max(e.time_range.end for e in events) - min(e.time_range.start for e in events)
+    return {"span": span / 1000, **dict(sorted(totals.items(), key=lambda item: -item[1])[:16])}
+
+
+def profiled(work: Work) -> list[Any]:
     activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         work()
         torch.cuda.synchronize()
-    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    totals: dict[str, float] = {}
-    for event in kernels:
-        name = event.name[:90]
-        totals[name] = totals.get(name, 0.0) + event.time_range.elapsed_us() / 1000
-    ordered = dict(sorted(totals.items(), key=lambda item: -item[1])[:16])
-    span = max(e.time_range.end for e in kernels) - min(e.time_range.start for e in kernels)
-    return {"span": span / 1000, **ordered}
+    return [event for event in profile.events() if event.device_type.name == "CUDA"]
 
 
 def environment() -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     device = torch.cuda.get_device_properties(0)
     return {
         "command": " ".join([Path(sys.executable).name, *sys.argv]),
         "fxskip": __version__,
-        "commit": commit.stdout.strip() or "not a checkout",
+        "commit": git("rev-parse", "--short", "HEAD") or "not a checkout",
+        "changed_since_commit": git("status", "--porcelain", "--", "fxskip").splitlines(),
+        "sources_sha256": sources_hash(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -108,6 +117,21 @@ def environment() -> dict[str, Any]:
         "gpu_gib": round(device.total_memory / 2**30, 1),
         "gpus": torch.cuda.device_count(),
     }
+
+
+def git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=PACKAGE.parent, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()
+
+
+def sources_hash() -> str:
+    """Of all Python files of the package: says what ran also where the commit beside it is not what ran."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(f"{path.relative_to(PACKAGE).as_posix()}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def triton_version() -> str:

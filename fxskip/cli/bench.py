@@ -59,3 +59,21 @@ def loss(
     if unknown:
         raise FxskipError("bench loss", f"--part {unknown[0]}: unknown", hint=f"parts are {', '.join(PARTS)}")
     run(out, part or list(PARTS))
+
+
+@bench.command("plot")
+def plot(
+    report: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, metavar="REPORT", help="JSON of --ranks.")
+    ],
+    out: Annotated[Path, typer.Option("--out", dir_okay=False, help="Image: .svg, .png or .pdf.")],
+) -> None:
+    """Draw speed and memory by number of tokens, from a report of `fxskip bench loss --ranks`.
+
+    \b
+    Example:
+      fxskip bench plot loss-two-gpus.json --out loss-two-gpus.svg
+    """
+    from fxskip.bench.loss_plot import plot as draw
+
+    draw(report, out)

@@ -12,7 +12,7 @@ over ranks, a step's exchanges run under the GEMMs of its other chunks.
 # N tokens of the call, n that count, s of one step, t of one chunk (t <= chunk_tokens), D width, V vocabulary
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -92,33 +92,38 @@ def form(problem: Problem) -> Formed:
     hidden_ND, weight_VD, wanted = problem.hidden_ND, problem.weight_VD, problem.wanted
     wide = accumulation_dtype(hidden_ND.dtype)
     tokens = len(hidden_ND) if problem.counted_n is None else len(problem.counted_n)
-    d_hidden_nD = hidden_ND.new_empty(tokens, hidden_ND.shape[1]) if wanted.hidden else None
     make_sum = torch.empty_like if tokens else torch.zeros_like  # the first step overwrites
-    d_weight_VD = (
-        make_sum(weight_VD, dtype=wide, memory_format=torch.contiguous_format) if wanted.weight else None
+    formed = Formed(
+        torch.zeros((), dtype=torch.float64, device=hidden_ND.device),
+        hidden_ND.new_empty(tokens, hidden_ND.shape[1]) if wanted.hidden else None,
+        make_sum(weight_VD, dtype=wide, memory_format=torch.contiguous_format) if wanted.weight else None,
+        weight_VD.new_zeros(len(weight_VD), dtype=wide) if wanted.bias else None,
     )
-    d_bias_V = weight_VD.new_zeros(len(weight_VD), dtype=wide) if wanted.bias else None
-    loss = torch.zeros((), dtype=torch.float64, device=hidden_ND.device)
+    run_steps(problem, tokens, formed)
+    return replace(formed, loss=formed.loss.to(wide), hidden=with_masked_rows(problem, formed.hidden))
+
+
+def run_steps(problem: Problem, tokens: int, formed: Formed) -> None:
+    """Fills `formed`, whose `hidden` has a row for each token that counts. Its own memory is free when it returns."""
+    weight_VD = problem.weight_VD
     reductions: list[dist.Work] = []
     buffer_sV = logits_buffer(problem, tokens)
     for start, rows in steps(problem, tokens):
-        hidden_sD = hidden_ND[rows].to(weight_VD.dtype)
+        hidden_sD = problem.hidden_ND[rows].to(weight_VD.dtype)
         gradient_sV = as_gradient(buffer_sV, weight_VD.dtype)[: len(hidden_sD), : len(weight_VD)]
         for begin, end, finish in begun_chunks(problem, hidden_sD, buffer_sV, gradient_sV, rows):
-            loss += finish().sum(dtype=torch.float64)
-            if d_hidden_nD is not None:
-                d_hidden_tD = d_hidden_nD[start + begin : start + end]
+            formed.loss.add_(finish().sum(dtype=torch.float64))
+            if formed.hidden is not None:
+                d_hidden_tD = formed.hidden[start + begin : start + end]
                 multiply_into(d_hidden_tD, gradient_sV[begin:end], weight_VD)
                 if problem.group is not None:
                     reductions.append(reduced(d_hidden_tD, problem.group))
-        if d_weight_VD is not None:
-            multiply_into(d_weight_VD, gradient_sV.T, hidden_sD, add=start > 0)
-        if d_bias_V is not None:
-            d_bias_V += gradient_sV.sum(dim=0, dtype=wide)
+        if formed.weight is not None:
+            multiply_into(formed.weight, gradient_sV.T, hidden_sD, add=start > 0)
+        if formed.bias is not None:
+            formed.bias.add_(gradient_sV.sum(dim=0, dtype=formed.bias.dtype))
     for reduction in reductions:
         reduction.wait()
-    del buffer_sV  # before the last large tensor is made
-    return Formed(loss.to(wide), with_masked_rows(problem, d_hidden_nD), d_weight_VD, d_bias_V)
 
 
 def steps(problem: Problem, tokens: int) -> Iterator[tuple[int, Rows]]:
@@ -155,7 +160,7 @@ def as_gradient(buffer_sV: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def reduced(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    work = dist.all_reduce(tensor, group=group, async_op=True)
+    work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=True)
     assert work is not None
     return work
 

@@ -16,7 +16,7 @@ from fxskip.loss.hidden_rows import OnlineTarget
 class Tuning:
     """Launch parameters: `block` columns a load, of each row four or two loads at a time."""
 
-    block: int = 2048
+    block: int = 1024
     warps: int = 8
 
 

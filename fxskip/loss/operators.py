@@ -61,7 +61,9 @@ def sparse_kl_operator(
             from fxskip.loss.sparse_triton import TritonRows
 
             row_loss = TritonRows(target)
-        chunking = Chunking(chunk_tokens, accumulate, logits_dtype or operand_VD.dtype)
+        chunking = Chunking(
+            chunk_tokens, accumulate, logits_dtype or default_logits(operand_VD, implementation)
+        )
         return formed(row_loss, hidden, weight, bias, operand_VD, token_weight, wanted, chunking, shard.group)
 
 
@@ -104,7 +106,9 @@ def hidden_kl_operator(
             from fxskip.loss.hidden_triton import TritonPairs
 
             row_loss = TritonPairs(target)
-        chunking = Chunking(chunk_tokens, accumulate, logits_dtype or operand_VD.dtype)
+        chunking = Chunking(
+            chunk_tokens, accumulate, logits_dtype or default_logits(operand_VD, implementation)
+        )
         return formed(row_loss, hidden, weight, bias, operand_VD, token_weight, wanted, chunking, None)
 
 
@@ -128,6 +132,11 @@ def operand(weight: Tensor, hidden: Tensor, implementation: str) -> Tensor:
     """`weight` as it enters the products: cast to the dtype of `hidden`, as autocast would do."""
     cast_VD = weight.to(hidden.dtype)
     return cast_VD if implementation == "triton" else gemm_operand(cast_VD)
+
+
+def default_logits(operand_VD: Tensor, implementation: str) -> torch.dtype:
+    # Plain PyTorch computes in the dtype of the logits, the kernels in float32 whatever it is.
+    return operand_VD.dtype if implementation == "triton" else accumulation_dtype(operand_VD.dtype)
 
 
 def share_of_tokens(hidden: Tensor, token_weight: Tensor | None, denominator: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fxskip.loss.vocabulary import all_gather
+
 
 def dense_sparse_kl(
     hidden: Tensor, weight: Tensor, ids: Tensor, logp: Tensor, *, group: dist.ProcessGroup | None = None
@@ -104,10 +106,8 @@ def truncated_kl_sum(
     taken_tK = logits_tV.gather(1, columns_tK.where(here_tK, 0)).where(here_tK, 0.0)
     normaliser_t = torch.logsumexp(logits_tV, dim=-1)
     if group is not None:
-        taken_tK, normaliser_t = (
-            SumOverRanks.apply(taken_tK, group),
-            LogSumOverRanks.apply(normaliser_t, group),
-        )  # type: ignore[no-untyped-call]
+        taken_tK = SumOverRanks.apply(taken_tK, group)  # type: ignore[no-untyped-call]
+        normaliser_t = LogSumOverRanks.apply(normaliser_t, group)  # type: ignore[no-untyped-call]
     p_tK = logp_tK.float().exp()
     return (p_tK * (logp_tK.float() - taken_tK + normaliser_t[:, None])).sum()
 
@@ -148,9 +148,9 @@ class SumOverRanks(torch.autograd.Function):
 class LogSumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part_t: Tensor, group: dist.ProcessGroup) -> Tensor:
-        every = part_t.new_empty(group.size() * len(part_t))
-        dist.all_gather_into_tensor(every, part_t.contiguous(), group=group)
-        total_t = torch.logsumexp(every.view(-1, len(part_t)), dim=0)
+        every_Rt, work = all_gather(part_t, group)
+        work.wait()
+        total_t = torch.logsumexp(every_Rt, dim=0)
         ctx.save_for_backward((part_t - total_t).exp())
         return total_t
 

@@ -68,7 +68,8 @@ def sparse_kl(
     vocabulary      number of tokens, where `weight` has more rows: those after them are padding, out of the
                     normaliser and without gradient. Default: all rows
     group           each rank holds consecutive rows of the head in rank order, and the same hidden states and
-                    teacher. Loss and d hidden are those of the whole vocabulary, the same on all ranks
+                    teacher. Loss and d hidden are those of the whole vocabulary, the same on all ranks; the parts
+                    of d hidden are added up in the dtype of `hidden`
     logits_dtype    "triton" only: torch.float32 keeps the logits of bfloat16 inputs in float32, for twice the memory
                     of a chunk and some 5 % of time. Worth it where the student is close to the teacher: rounding
                     logits to bfloat16 adds an error of about a hundredth to q, and q - p is not larger there

@@ -24,10 +24,10 @@ KERNEL_TAILS = dict(
 class Tuning:
     """Launch parameters: `block` columns a load of the row kernel, `support_block` entries of a teacher row."""
 
-    block: int = 2048
-    warps: int = 8
+    block: int = 4096
+    warps: int = 16
     support_block: int = 32
-    support_warps: int = 4
+    support_warps: int = 2
 
 
 @dataclass
@@ -63,7 +63,8 @@ class TritonRows:
         chunk = self.take_support(product_tV, gradient_tV, rows)
         if self.target.shard.group is None:
             self.launch(chunk, kernels.WHOLE)
-            return lambda: chunk.loss_t
+            loss_t = chunk.loss_t
+            return lambda: loss_t  # and not the chunk, whose memory the next one can have
         self.launch(chunk, kernels.SUMS)
         support2_t, cross_t, mass_t = chunk.sums_t3.unbind(dim=1)
         mine_3t = torch.stack((chunk.rest2_t * LN_2, support2_t * LN_2, cross_t))

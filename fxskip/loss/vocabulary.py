@@ -7,8 +7,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group as resolve
 
 from fxskip.errors import FxskipError
+
+# The name since torch 2.13, where the old one warns at each call.
+GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 @dataclass(frozen=True)
@@ -23,15 +27,20 @@ class Shard:
     def gathered(self, rows: Tensor) -> tuple[Tensor, dist.Work]:
         """[ranks, ...]: `rows` of every rank, when the returned work is done."""
         assert self.group is not None
-        every = rows.new_empty(self.group.size() * rows.numel())  # flat: all that every backend takes
-        work = dist.all_gather_into_tensor(every, rows.reshape(-1), group=self.group, async_op=True)
-        assert work is not None
-        return every.view(-1, *rows.shape), work
+        return all_gather(rows, self.group)
+
+
+def all_gather(part: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """[ranks, *part.shape], when the returned work is done."""
+    every = part.new_empty(group.size() * part.numel())  # flat: all that every backend takes
+    work: dist.Work | None = GATHER(every, part.reshape(-1), group=group, async_op=True)
+    assert work is not None
+    return every.view(-1, *part.shape), work
 
 
 def group_of(name: str) -> dist.ProcessGroup | None:
     """The process group of that name; operators take names, since a group is not a value of a graph."""
-    return dist.distributed_c10d._resolve_process_group(name) if name else None  # type: ignore[arg-type]
+    return resolve(name) if name else None  # type: ignore[arg-type] # a str to older versions
 
 
 def shard_of(
@@ -67,9 +76,9 @@ def shard_of(
 def agreed_sizes(who: str, weight: Tensor, hidden: Tensor, group: dist.ProcessGroup) -> list[int]:
     """Rows of each rank's weight; the ranks agree on the tokens and on the width."""
     mine = torch.tensor([len(weight), *hidden.shape], device=weight.device)
-    every = mine.new_empty(group.size() * len(mine))
-    dist.all_gather_into_tensor(every, mine, group=group)
-    sizes, tokens, widths = every.view(-1, len(mine)).T.tolist()
+    every, work = all_gather(mine, group)
+    work.wait()
+    sizes, tokens, widths = every.T.tolist()
     for name, values in (("tokens", tokens), ("width", widths)):
         if len(set(values)) > 1:
             raise FxskipError(
