@@ -14,6 +14,7 @@ from torch import fx, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fxskip.capture.hf import capture_layers, decoder_layers
+from fxskip.capture.sharding import is_sharded
 from fxskip.checkpoint.family import adopt, base_class, record_of
 from fxskip.checkpoint.record import WiringRecord
 from fxskip.errors import CaptureError, CheckpointError, PassError
@@ -55,6 +56,12 @@ def transform(
     """
     loaded = load_spec(spec)
     _refuse_missing_stages(loaded, example_inputs, mesh)
+    if not inplace and is_sharded(model):
+        raise PassError(
+            "transform",
+            f"{type(model).__name__} is sharded by fully_shard and cannot be copied",
+            hint="pass inplace=True, or transform the model before it is sharded",
+        )
     analysis = _analyse_stock("transform", model)
     wiring = analysis.connect(loaded)
     analysis.try_out(wiring)
@@ -207,8 +214,6 @@ def _refuse_missing_stages(spec: Spec, example_inputs: tuple[Any, ...] | None, m
     if schedule is not None and (schedule.overlap, schedule.model_fields_set) != ("none", {"overlap"}):
         missing.append(f"{_written('schedule', schedule)} (the scheduler)")
     if (runtime := spec.runtime) is not None:
-        if runtime.recompute != "none":
-            missing.append(f"runtime.recompute: {runtime.recompute} (recomputation)")
         if runtime.transport != "auto":
             missing.append(f"runtime.transport: {runtime.transport} (transports)")
         if runtime.mode != "reference" and "mode" in runtime.model_fields_set:

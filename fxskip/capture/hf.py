@@ -6,16 +6,16 @@ captures each kind of layer once, whatever the model's size.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
 from fxskip.capture.region import compile_region, first_line
+from fxskip.capture.sharding import copy_without_sharding, own_class
 from fxskip.errors import CaptureError
 from fxskip.ir import remove_markers
 
@@ -58,7 +58,7 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 def layer_class(layer: nn.Module) -> type[nn.Module]:
     """The class whose forward is the layer's original body, also where the layer has been transformed."""
-    found: type[nn.Module] = getattr(type(layer), "fxskip_base", type(layer))
+    found: type[nn.Module] = getattr(type(layer), "fxskip_base", own_class(layer))
     return found
 
 
@@ -79,12 +79,17 @@ def meta_twin(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of the model's structure with all tensors on the meta device; allocates no memory for them."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(
-            torch.empty_like(parameter, device="meta"), parameter.requires_grad
-        )
+        memo[id(parameter)] = nn.Parameter(_meta_like(parameter), parameter.requires_grad)
     for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, memo)
+        memo[id(buffer)] = _meta_like(buffer)
+    return cast(PreTrainedModel, copy_without_sharding(model, memo))
+
+
+def _meta_like(tensor: Tensor) -> Tensor:
+    """An empty tensor of the same shape, a sharded one's whole, and dtype on the meta device."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return torch.empty_like(tensor, device="meta")
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def capture_layers(model: PreTrainedModel) -> list[LayerCapture]:
@@ -135,7 +140,7 @@ class _Recorder:
         self._output: Tensor | None = None
         self._region = compile_region(self._build, n_outputs=1, name="observed")
 
-    def _build(self, module: fx.GraphModule) -> Callable[..., Any]:
+    def _build(self, module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         stock = fx.GraphModule(module, remove_markers(module.graph)).forward
 
         def run(*args: Any) -> Any:

@@ -34,6 +34,8 @@ _DYNAMO = {
     "recompile_limit": 128,
     # Hooks that a user adds after the capture must be seen.
     "skip_nnmodule_hook_guards": False,
+    # FSDP2 would have Dynamo miss the same hooks, and a parameter that is frozen, in the modules that it manages.
+    "skip_fsdp_guards": False,
     # DDP would have Dynamo cut the region at bucket borders; the cut has to see the whole stream.
     "optimize_ddp": False,
 }
@@ -53,13 +55,14 @@ def capture_count() -> int:
 
 
 def compile_region(
-    build: Callable[[fx.GraphModule], Callable[..., Any]], n_outputs: int, name: str
+    build: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]], n_outputs: int, name: str
 ) -> CompiledRegion:
     """Return a function that runs a layer's body in the form that `build` gives it.
 
     The function takes the layer, the class whose `forward` is the body, the incoming streams and the
     body's other arguments. It returns what the body returns, and the `n_outputs - 1` streams beside the
-    full one. `build` is called once a capture with the graph, its streams marked, and returns what runs.
+    full one. `build` is called once a capture with the graph, its streams marked, and fake inputs; it returns
+    what runs.
     """
 
     def region(
@@ -85,7 +88,7 @@ def compile_region(
     def backend(module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         global _captures
         _captures += 1
-        return build(module)
+        return build(module, example_inputs)
 
     compiled = torch.compile(region, backend=backend, fullgraph=True, dynamic=True)
 

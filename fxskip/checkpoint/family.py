@@ -25,10 +25,12 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from fxskip.capture.hf import decoder_layers
+from fxskip.capture.sharding import own_class, refuse_to_pickle, set_own_class
 from fxskip.checkpoint.atomic import replaced_directory
 from fxskip.checkpoint.record import WiringRecord
 from fxskip.errors import CheckpointError
 from fxskip.runtime.regions import install
+from fxskip.spec import load_spec
 
 PREFIX = "fxskip_"
 REMOTE_CODE = "modeling_fxskip.py"
@@ -123,6 +125,7 @@ class FxSkipModelMixin:
         return cls.fxskip_base._can_set_attn_implementation()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        refuse_to_pickle(cast(PreTrainedModel, self))
         return _bare_model, (self.fxskip_base,), vars(self).copy()
 
 
@@ -174,7 +177,7 @@ def adopt(model: PreTrainedModel, record: WiringRecord) -> None:
     for module in model.modules():  # another model may have been made from the same config object
         if getattr(module, "config", None) is shared:
             module.config = own  # type: ignore[assignment]
-    model.__class__ = model_class
+    set_own_class(model, model_class)
     wire(model, record)
 
 
@@ -188,12 +191,12 @@ def wire(model: Any, record: WiringRecord) -> None:
             where="config.json",
             hint="restore config.json from a copy, or convert the original model again",
         )
-    install(layers, regions)
+    install(layers, regions, load_spec(record.spec).runtime)
 
 
 def base_class(model: PreTrainedModel) -> type[PreTrainedModel]:
     """The original class of a model, rewired or not."""
-    found: type[PreTrainedModel] = getattr(type(model), "fxskip_base", type(model))
+    found: type[PreTrainedModel] = getattr(type(model), "fxskip_base", own_class(model))
     return found
 
 

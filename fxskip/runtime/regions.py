@@ -15,9 +15,13 @@ from torch import Tensor, fx, nn
 
 from fxskip.capture.hf import layer_class, require_own_class_forward
 from fxskip.capture.region import CompiledRegion, Streams, compile_region
+from fxskip.capture.sharding import refuse_to_pickle, set_own_class
 from fxskip.errors import CaptureError, PassError
 from fxskip.pipeline import rewire
 from fxskip.runtime.layer_cache import layer_caches
+from fxskip.runtime.lowering import lowered
+from fxskip.runtime.recompute import recomputed, recomputes
+from fxskip.spec import Runtime
 from fxskip.wiring import RegionWiring
 
 
@@ -31,19 +35,21 @@ class Region(nn.Module):
     fxskip_base: ClassVar[type[nn.Module]]
     fxskip_wiring: RegionWiring
     fxskip_layer: int
+    fxskip_recompute: str
+    fxskip_lower: str
 
     # Inside somebody else's torch.compile, Dynamo would follow the call into the original body. A graph break
     # instead: what lies around the layers is compiled, the regions run as they are; fullgraph=True fails.
     @torch.compiler.disable(recursive=False, reason="fxskip captures its layers itself")  # type: ignore[untyped-decorator]
     def forward(self, hidden_states: Tensor | Streams, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's original body, rewired. Arguments and result are the original layer's."""
-        _refuse_reentrant_checkpointing(self)
         streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         _require_streams(self, len(streams))
-        region = _compiled(self.fxskip_wiring)
-        own = layer_caches(kwargs, self.fxskip_layer)
         try:
-            out, others = region(self, self.fxskip_base, streams, args, own)
+            if recomputes(self, self.fxskip_recompute):
+                out, others = recomputed(self.fxskip_recompute, self._run, streams, *args, **kwargs)
+            else:
+                out, others = self._run(streams, *args, **kwargs)
         except (CaptureError, PassError) as error:
             raise error.within(f"decoder layer {self.fxskip_layer}") from error.__cause__
         if not others:
@@ -52,18 +58,28 @@ class Region(nn.Module):
             return ((out[0], *others), *out[1:])
         return (out, *others)
 
+    def _run(self, streams: Streams, *args: Any, **kwargs: Any) -> tuple[Any, Streams]:
+        region = _compiled(self.fxskip_wiring, self.fxskip_lower)
+        return region(self, self.fxskip_base, streams, args, layer_caches(kwargs, self.fxskip_layer))
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        refuse_to_pickle(self)
         # The subclass exists in no module under its name; pickle and deepcopy make it again from the original class.
         return _bare_region, (self.fxskip_base,), vars(self).copy()
 
 
-def install(layers: Iterable[nn.Module], wirings: Sequence[RegionWiring]) -> None:
-    """Turn each layer, in place, into a region with its wiring."""
+def install(
+    layers: Iterable[nn.Module], wirings: Sequence[RegionWiring], runtime: Runtime | None = None
+) -> None:
+    """Turn each layer, in place, into a region with its wiring; `runtime` says how the regions run."""
+    runtime = runtime or Runtime()
     for index, (layer, wiring) in enumerate(zip(layers, wirings, strict=True)):
         require_own_class_forward(layer, index)
-        layer.__class__ = region_class(layer_class(layer))
+        set_own_class(layer, region_class(layer_class(layer)))
         layer.fxskip_wiring = wiring  # type: ignore[assignment]
         layer.fxskip_layer = index  # type: ignore[assignment]
+        layer.fxskip_recompute = runtime.recompute  # type: ignore[assignment]
+        layer.fxskip_lower = runtime.lower  # type: ignore[assignment]
 
 
 _REGION_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
@@ -83,13 +99,16 @@ def _bare_region(base: type[nn.Module]) -> nn.Module:
 
 
 @cache
-def _compiled(wiring: RegionWiring) -> CompiledRegion:
+def _compiled(wiring: RegionWiring, lower: str) -> CompiledRegion:
     """The region function of a wiring: all layers of all models that are wired alike share its captures."""
-    return compile_region(partial(_build, wiring), len(wiring.outputs), wiring.digest())
+    return compile_region(
+        partial(_build, wiring, lower), len(wiring.outputs), f"{wiring.digest()}_{lower}"
+    )
 
 
-def _build(wiring: RegionWiring, module: fx.GraphModule) -> Any:
-    return fx.GraphModule(module, rewire(module.graph, wiring)).forward
+def _build(wiring: RegionWiring, lower: str, module: fx.GraphModule, example_inputs: list[Any]) -> Any:
+    graph = rewire(module.graph, wiring, eager=lower == "none")
+    return lowered(lower, fx.GraphModule(module, graph), example_inputs)
 
 
 def _require_streams(layer: Region, found: int) -> None:
@@ -100,19 +119,4 @@ def _require_streams(layer: Region, found: int) -> None:
             f"{found} streams arrive where the wiring needs {wanted}",
             where=type(layer).__name__,
             hint="call the model, not single layers; layers must not be removed or reordered after the transform",
-        )
-
-
-def _refuse_reentrant_checkpointing(layer: nn.Module) -> None:
-    """Reentrant checkpointing sees no tensors inside a tuple, so it would lose the gradient of the stream."""
-    if not (layer.training and getattr(layer, "gradient_checkpointing", False)):
-        return
-    function = getattr(layer, "_gradient_checkpointing_func", None)
-    # torch's own default is the reentrant form, so only a plain False will do.
-    if not isinstance(function, partial) or function.keywords.get("use_reentrant") is not False:
-        raise PassError(
-            "gradient checkpointing",
-            "reentrant checkpointing loses the gradient of streams that cross a layer's border",
-            where=type(layer).__name__,
-            hint='model.gradient_checkpointing_enable({"use_reentrant": False})',
         )
