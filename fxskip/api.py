@@ -1,4 +1,4 @@
-"""The public calls: transform, plan, explain, spec_of, is_transformed."""
+"""The public calls: transform, plan, explain, trainable, spec_of, is_transformed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fxskip.capture.hf import capture_layers, decoder_layers
 from fxskip.capture.sharding import is_sharded
+from fxskip.capture.wrappers import inner_model, refuse_wrapped
 from fxskip.checkpoint.family import adopt, base_class, record_of
 from fxskip.checkpoint.record import WiringRecord
 from fxskip.errors import CaptureError, CheckpointError, PassError
 from fxskip.ir import with_streams
 from fxskip.passes.sub_blocks import sub_blocks
 from fxskip.pipeline import analyse, rewire
-from fxskip.planning import Plan, make_plan
+from fxskip.planning import Plan, Trainable, make_plan, trainable_parameters
 from fxskip.schedule.costs import Costs, block_costs
 from fxskip.spec import Spec, load_spec
 from fxskip.wiring import ModelWiring, SubBlock, connect
@@ -42,7 +43,8 @@ def transform(
 
     Args:
         model: a causal language model of transformers; its class, modules, parameters and state_dict keys stay.
-            The result is an instance of a subclass that saves and loads with its wiring.
+            The result is an instance of a subclass that saves and loads with its wiring. In a PeftModel, the model
+            inside is rewired, adapters and all.
         spec: a file, a mapping, the name of a preset, or a loaded Spec.
         inplace: rewire `model` itself. By default a deep copy is made, so that the original can teach it.
         example_inputs: positional inputs for models that are not from transformers; not supported yet.
@@ -62,12 +64,13 @@ def transform(
             f"{type(model).__name__} is sharded by fully_shard and cannot be copied",
             hint="pass inplace=True, or transform the model before it is sharded",
         )
-    analysis = _analyse_stock("transform", model)
+    refuse_wrapped("transform", model)
+    analysis = _analyse_stock("transform", inner_model(model))
     wiring = analysis.connect(loaded)
     analysis.try_out(wiring)
     with torch.inference_mode(False):  # a copy made in inference mode could never be trained
         student = model if inplace else copy.deepcopy(model)
-    adopt(cast(PreTrainedModel, student), WiringRecord.of(loaded, analysis.blocks, wiring))
+    adopt(inner_model(student), WiringRecord.of(loaded, analysis.blocks, wiring), within=student)
     return student
 
 
@@ -78,7 +81,7 @@ def plan(model: nn.Module | PreTrainedConfig, spec: SpecSource) -> Plan:
     """
     loaded = load_spec(spec)
     analysis = _analyse_stock(
-        "plan", _without_weights(model) if isinstance(model, PreTrainedConfig) else model
+        "plan", _without_weights(model) if isinstance(model, PreTrainedConfig) else inner_model(model)
     )
     return analysis.plan(loaded, analysis.connect(loaded))
 
@@ -88,6 +91,7 @@ def explain(student: nn.Module) -> Plan:
 
     Raises PassError for a model that is not rewired, CheckpointError where its layers are not wired as recorded.
     """
+    student = inner_model(student)
     record = _require_record("explain", student)
     analysis = _Analysis.of("explain", cast(PreTrainedModel, student))
     spec = load_spec(record.spec)
@@ -103,14 +107,23 @@ def explain(student: nn.Module) -> Plan:
     return analysis.plan(spec, wiring)
 
 
+def trainable(student: nn.Module) -> Trainable:
+    """Say which parameters of a rewired model train, sub-block by sub-block, and which experts no adapter reaches.
+
+    Raises PassError for a model that is not rewired.
+    """
+    model = inner_model(student)
+    return trainable_parameters(model, _require_record("trainable", model).blocks)
+
+
 def spec_of(student: nn.Module) -> Spec:
     """The spec that a rewired model was made with. Raises PassError for any other model."""
-    return load_spec(_require_record("spec_of", student).spec)
+    return load_spec(_require_record("spec_of", inner_model(student)).spec)
 
 
 def is_transformed(model: object) -> bool:
     """Whether `model` was rewired by fxskip, here or before it was saved."""
-    return record_of(model) is not None
+    return record_of(inner_model(model)) is not None
 
 
 @dataclass(frozen=True)

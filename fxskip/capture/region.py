@@ -124,6 +124,9 @@ def _capture_error(layer: nn.Module, error: Exception) -> CaptureError:
     ):
         found = "the layer cannot be captured as one graph: its code depends on values, as a loop over experts does"
         hint = 'use experts without a loop: model.set_experts_implementation("grouped_mm") or "batched_mm"'
+    if "does not support `output_attentions=True`" in text:
+        found = "the attention implementation gives no attention weights, and output_attentions asks for them"
+        hint = 'model.set_attn_implementation("eager")'
     frame = next(
         (line.strip() for line in reversed(text.splitlines()) if line.strip().startswith("File ")), None
     )

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
@@ -167,15 +168,18 @@ def _make_family(base: type[PreTrainedModel]) -> Family:
     return config, model
 
 
-def adopt(model: PreTrainedModel, record: WiringRecord) -> None:
-    """Turn `model` and its config, in place, into their rewired twins with the wiring of `record`."""
+def adopt(model: PreTrainedModel, record: WiringRecord, *, within: nn.Module | None = None) -> None:
+    """Turn `model` and its config, in place, into their rewired twins with the wiring of `record`.
+
+    within   what `model` is wrapped in, where that holds the config too
+    """
     base = base_class(model)
     config_class, model_class = family(base)
     shared, own = model.config, copy.copy(model.config)
     own.__class__ = config_class
     own.fxskip = record.to_dict()
-    for module in model.modules():  # another model may have been made from the same config object
-        if getattr(module, "config", None) is shared:
+    for module in (within or model).modules():  # another model may have been made from the same config object
+        if vars(module).get("config") is shared:
             module.config = own  # type: ignore[assignment]
     set_own_class(model, model_class)
     wire(model, record)
