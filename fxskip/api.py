@@ -108,7 +108,7 @@ def explain(student: nn.Module) -> Plan:
 
 
 def trainable(student: nn.Module) -> Trainable:
-    """Say which parameters of a rewired model train, sub-block by sub-block, and which experts no adapter reaches.
+    """Say which parameters of a rewired model train, sub-block by sub-block, and which experts stay frozen.
 
     Raises PassError for a model that is not rewired.
     """

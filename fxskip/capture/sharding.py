@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch.distributed
@@ -36,15 +35,21 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 def set_own_class(module: nn.Module, new: type[nn.Module]) -> None:
     """Give `module` the class `new`, in place, below what `fully_shard` put on top."""
-    module.__class__ = _wrapped(type(module), new) if isinstance(module, FSDPModule) else new
+    wrapper: type[nn.Module] = type(module)
+    module.__class__ = _wrapped(wrapper, new) if issubclass(wrapper, FSDPModule) else new
 
 
-@cache
+_WRAPPED: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+
+
 def _wrapped(wrapper: type[nn.Module], new: type[nn.Module]) -> type[nn.Module]:
     """The class that `fully_shard` would make of `new`, with the members of the one that it made."""
-    *above, below = wrapper.__bases__
-    members = {"__deepcopy__": vars(wrapper)["__deepcopy__"], "__module__": wrapper.__module__}
-    return type(wrapper.__name__.replace(below.__name__, new.__name__), (*above, new), members)
+    if (wrapper, new) not in _WRAPPED:
+        *above, below = wrapper.__bases__
+        members = {"__deepcopy__": vars(wrapper)["__deepcopy__"], "__module__": wrapper.__module__}
+        name = wrapper.__name__.replace(below.__name__, new.__name__)
+        _WRAPPED[wrapper, new] = type(name, (*above, new), members)
+    return _WRAPPED[wrapper, new]
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -57,7 +62,7 @@ def copy_without_sharding(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
     FSDP2 refuses to be copied. Here its classes, states and hooks are left out.
     """
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    sharded: list[nn.Module] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         kind = own_class(module)
         memo[id(module)] = kind.__new__(kind)

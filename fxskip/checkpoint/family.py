@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -200,7 +201,7 @@ def wire(model: Any, record: WiringRecord) -> None:
 
 def base_class(model: PreTrainedModel) -> type[PreTrainedModel]:
     """The original class of a model, rewired or not."""
-    found: type[PreTrainedModel] = getattr(type(model), "fxskip_base", own_class(model))
+    found: type[PreTrainedModel] = getattr(type(model), "fxskip_base", None) or cast(Any, own_class(model))
     return found
 
 
@@ -266,6 +267,24 @@ def register_families() -> None:
     """Tell AutoConfig the rewired twins of all causal language models, without importing any of them."""
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         AutoConfig.register(PREFIX + model_type, FxSkipConfig, exist_ok=True)
+    PreTrainedConfig.from_json_file = classmethod(_from_json_file)  # type: ignore[method-assign]
+
+
+_read_json_file = PreTrainedConfig.from_json_file.__func__  # type: ignore[attr-defined]
+
+
+def _from_json_file(cls: type[PreTrainedConfig], json_file: str | PathLike[str]) -> PreTrainedConfig:
+    """`PreTrainedConfig.from_json_file`, of which the bare class reads the config of a rewired model too.
+
+    A Trainer that resumes reads the version in a checkpoint so. The bare class is of no architecture: no model can be
+    made from it, in the stock wiring or another.
+    """
+    if cls is PreTrainedConfig:
+        values = json.loads(Path(json_file).read_text(encoding="utf-8"))
+        if REFUSAL in (values.get("id2label") or {}):
+            return cls(**{name: value for name, value in values.items() if name != "id2label"})
+    config: PreTrainedConfig = _read_json_file(cls, json_file)
+    return config
 
 
 def _causal_lm(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -25,7 +25,7 @@ class TrainableBlock:
     parameters: tuple[str, ...]
     """Names of those that train, below the sub-block's path; those of `elsewhere` are whole."""
     frozen_experts: tuple[str, ...]
-    """Names, in the model, of fused expert parameters that stay frozen and have no adapter."""
+    """Names, in the model, of fused expert parameters that stay frozen."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,19 @@ class Trainable:
 
     @property
     def frozen_experts(self) -> tuple[str, ...]:
-        """Fused expert parameters that stay frozen while other parameters train, and that no adapter reaches."""
-        return tuple(name for block in self.blocks for name in block.frozen_experts) if self.parameters else ()
+        """Names of the fused expert parameters that stay frozen while other parameters train."""
+        return (
+            tuple(name for block in self.blocks for name in block.frozen_experts) if self.parameters else ()
+        )
 
     def __str__(self) -> str:
         total = self.parameters + sum(block.frozen for block in self.blocks)
         lines = [f"{self.parameters:,} of {total:,} parameters train"]
         for block in self.blocks:
             names = ", ".join(block.parameters) or "nothing"
-            lines.append(f"  {block.name:<24} {block.trainable:>12,} train, {block.frozen:>14,} frozen: {names}")
+            lines.append(
+                f"  {block.name:<24} {block.trainable:>12,} train, {block.frozen:>14,} frozen: {names}"
+            )
         if self.frozen_experts:
             lines.append(
                 f"{len(self.frozen_experts)} fused expert parameters stay frozen ({self.frozen_experts[0]}, ...): "
@@ -73,22 +77,11 @@ def trainable_parameters(model: nn.Module, blocks: Sequence[SubBlock]) -> Traina
 def _row(name: str, block: SubBlock | None, named: dict[str, nn.Parameter]) -> TrainableBlock:
     path = f"{block.path}." if block else ""
     training = {key: p for key, p in named.items() if p.requires_grad}
-    experts = _frozen_experts(named, training) if block and block.kind == "moe" else ()
+    experts = [key for key, p in named.items() if p.ndim == EXPERTS and not p.requires_grad]
     return TrainableBlock(
         name,
         trainable=sum(p.numel() for p in training.values()),
         frozen=sum(p.numel() for p in named.values()) - sum(p.numel() for p in training.values()),
         parameters=tuple(key.removeprefix(path) for key in training),
-        frozen_experts=experts,
+        frozen_experts=tuple(experts) if block and block.kind == "moe" else (),
     )
-
-
-def _frozen_experts(named: dict[str, nn.Parameter], training: Iterable[str]) -> tuple[str, ...]:
-    found = []
-    for name, parameter in named.items():
-        # PEFT puts a wrapper around the module that owns an adapted parameter: `experts.base_layer.down_proj`.
-        owner = name.rpartition(".")[0].partition(".base_layer")[0]
-        adapted = any(key.startswith(f"{owner}.") and ".lora_" in key for key in training)
-        if parameter.ndim == EXPERTS and not parameter.requires_grad and not adapted:
-            found.append(name)
-    return tuple(found)

@@ -101,9 +101,7 @@ def _bare_region(base: type[nn.Module]) -> nn.Module:
 @cache
 def _compiled(wiring: RegionWiring, lower: str) -> CompiledRegion:
     """The region function of a wiring: all layers of all models that are wired alike share its captures."""
-    return compile_region(
-        partial(_build, wiring, lower), len(wiring.outputs), f"{wiring.digest()}_{lower}"
-    )
+    return compile_region(partial(_build, wiring, lower), len(wiring.outputs), f"{wiring.digest()}_{lower}")
 
 
 def _build(wiring: RegionWiring, lower: str, module: fx.GraphModule, example_inputs: list[Any]) -> Any:

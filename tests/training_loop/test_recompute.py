@@ -72,11 +72,13 @@ def matrix_products(model: nn.Module) -> int:
     return seen.count
 
 
+@pytest.mark.slow
 def test_selective_computes_no_matrix_product_again(model: PreTrainedModel) -> None:
     counts = {how: matrix_products(student(model, recompute=how)) for how in ("none", "layer", "selective")}
     assert 0 < counts["none"] == counts["selective"] < counts["layer"]
 
 
+@pytest.mark.slow
 def test_the_auxiliary_loss_of_the_router() -> None:
     model = tiny("mixtral", layers=2, output_router_logits=True, router_aux_loss_coef=0.1).train()
     got, want = seeded(student(model, recompute="layer")), seeded(FARSKIP.reference(model))
@@ -109,6 +111,7 @@ def test_a_cache_in_training(model: PreTrainedModel) -> None:
         one(ids, past_key_values=cache)
 
 
+@pytest.mark.slow
 def test_a_saved_student_recomputes_too(model: PreTrainedModel, tmp_path: Any) -> None:
     student(model, recompute="layer").save_pretrained(tmp_path)
     loaded = type(student(model)).from_pretrained(tmp_path).train()

@@ -27,8 +27,14 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("first_call", ["recording", "plain"])
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("model_type", "first_call"),
+    [
+        ("qwen2_moe", "plain"),
+        pytest.param("qwen2_moe", "recording", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "plain", marks=pytest.mark.slow),
+    ],
+)
 def test_the_identity_records_what_the_original_records(model_type: str, first_call: str) -> None:
     model = tiny(model_type, layers=2, attn_implementation="eager")
     student = fxskip.transform(model, "identity")
@@ -56,7 +62,7 @@ def entering(reference: PreTrainedModel) -> list[Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("recompute", ["none", "layer"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("layer", marks=pytest.mark.slow)])
 def test_hidden_states_of_several_streams_are_the_full_stream(recompute: str) -> None:
     model = tiny("deepseek_v3", layers=3).train()
     student = fxskip.transform(model, {**FARSKIP.spec, "runtime": {"recompute": recompute}})
@@ -68,6 +74,7 @@ def test_hidden_states_of_several_streams_are_the_full_stream(recompute: str) ->
         assert_equal_tensors(f"hidden_states[{number}]", ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "mixtral", "olmoe", "qwen3_moe"])
 def test_the_load_balancing_loss(model_type: str) -> None:
     model = tiny(model_type, layers=2, output_router_logits=True, router_aux_loss_coef=0.3).train()

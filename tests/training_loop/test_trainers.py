@@ -65,7 +65,7 @@ def losses(trained: Trainer) -> list[float]:
     return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("spec", ["identity", "farskip"])
+@pytest.mark.parametrize("spec", [pytest.param("identity", marks=pytest.mark.slow), "farskip"])
 def test_trainer(model: PreTrainedModel, tmp_path: Path, spec: str) -> None:
     reference = model if spec == "identity" else FARSKIP.reference(model)
     student = fxskip.transform(model, spec)
@@ -78,6 +78,7 @@ def test_trainer(model: PreTrainedModel, tmp_path: Path, spec: str) -> None:
     assert_same_weights(student, reference)
 
 
+@pytest.mark.slow
 def test_trainer_saves_and_resumes(model: PreTrainedModel, tmp_path: Path) -> None:
     """Four steps are two, a checkpoint, and two in a run that begins from other weights."""
     student = fxskip.transform(model, FARSKIP.spec)
@@ -85,7 +86,9 @@ def test_trainer_saves_and_resumes(model: PreTrainedModel, tmp_path: Path) -> No
     folder = tmp_path / "checkpoint-2"
     assert fxskip.is_transformed(AutoModelForCausalLM.from_pretrained(folder))
 
-    resumed = fxskip.transform(tiny("qwen2_moe", layers=2, seed=5, attention_dropout=0.2, use_cache=False), FARSKIP.spec)
+    resumed = fxskip.transform(
+        tiny("qwen2_moe", layers=2, seed=5, attention_dropout=0.2, use_cache=False), FARSKIP.spec
+    )
     again = trainer(resumed, tmp_path / "again", save_strategy="no")
     again.train(resume_from_checkpoint=str(folder))
     assert again.state.global_step == 4
@@ -97,7 +100,10 @@ def test_trainer_with_its_own_switches(model: PreTrainedModel, tmp_path: Path) -
     """Gradient checkpointing of the kind that crosses a tuple, and bfloat16 autocast."""
     reference, student = FARSKIP.reference(model), fxskip.transform(model, FARSKIP.spec)
     switches = {"bf16": True, "save_strategy": "no"}
-    checkpointing = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    checkpointing = {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    }
     trainer(student, tmp_path / "ours", **switches, **checkpointing).train()
     trainer(reference, tmp_path / "theirs", **switches).train()
     assert_same_weights(student, reference)
@@ -113,7 +119,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_sft_trainer(model: PreTrainedModel, tmp_path: Path, lora: bool) -> None:
     """TRL's trainer on texts of several lengths, with and without LoRA."""
     generator = torch.Generator().manual_seed(0)
@@ -129,7 +135,10 @@ def test_sft_trainer(model: PreTrainedModel, tmp_path: Path, lora: bool) -> None
     runs = []
     for name, one in (("ours", student), ("theirs", reference)):
         arguments = trl.SFTConfig(
-            **settings(tmp_path / name, save_strategy="no"), max_length=16, gradient_checkpointing=False, bf16=False
+            **settings(tmp_path / name, save_strategy="no"),
+            max_length=16,
+            gradient_checkpointing=False,
+            bf16=False,
         )
         runs.append(
             trl.SFTTrainer(
