@@ -17,6 +17,7 @@ import torch._dynamo
 import torch.fx.experimental._config
 from torch import Tensor, fx, nn
 
+from fxskip.capture.causes import cause
 from fxskip.capture.eager_branches import eager_branches
 from fxskip.capture.recorded_outputs import traceable_recording
 from fxskip.errors import CaptureError, FxskipError
@@ -119,20 +120,8 @@ def _capture_error(layer: nn.Module, error: Exception) -> CaptureError:
     )
     found = f"the layer cannot be captured as one graph: {reason}"
     hint = "rewrite the part named in the full message above so that torch.compile(fullgraph=True) accepts it"
-    if any(
-        sign in text for sign in ("data-dependent", "Data-dependent", "Dynamic shape operator", "nonzero")
-    ):
-        found = "the layer cannot be captured as one graph: its code depends on values, as a loop over experts does"
-        hint = 'use experts without a loop: model.set_experts_implementation("grouped_mm") or "batched_mm"'
-    if "backwards hooks" in text:
-        found = "a module inside the layer has a full backward hook, which a captured layer cannot run"
-        hint = "take it off; parameter.register_hook and hooks on the decoder layer itself run"
-    if "ParamWrapper" in text:
-        found = "LoRA's target_parameters exchange a parameter while the layer runs, which a captured layer cannot do"
-        hint = "use target_modules, and train the experts themselves: parameter.requires_grad_(True)"
-    if "does not support `output_attentions=True`" in text:
-        found = "the attention implementation gives no attention weights, and output_attentions asks for them"
-        hint = 'model.set_attn_implementation("eager")'
+    if (known := cause(text)) is not None:
+        found, hint = known.found, known.hint
     frame = next(
         (line.strip() for line in reversed(text.splitlines()) if line.strip().startswith("File ")), None
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -116,6 +117,21 @@ class FxSkipModelMixin:
             super().save_pretrained(folder, is_main_process=True, **kwargs)  # type: ignore[misc]
             (folder / REMOTE_CODE).write_text(_remote_code())
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load weights; with `strict=False`, also in the form that files have, one tensor an expert.
+
+        A Trainer that resumes hands over what is in its checkpoint's file. transformers converts that form only in
+        `from_pretrained`, and would keep the experts as they are.
+        """
+        load = super().load_state_dict  # type: ignore[misc]
+        unknown = set(state_dict) - set(self.state_dict())  # type: ignore[attr-defined]
+        if not strict and any(_ONE_EXPERT.search(name) for name in unknown):
+            loaded = type(self).from_pretrained(None, config=self.config, state_dict=dict(state_dict))
+            state_dict = loaded.state_dict()
+        return load(state_dict, strict=strict, assign=assign)
+
     # transformers reads these two off the source text of a class's module, which for ours is this file. A wrong
     # answer would load the model with a loop over experts, which cannot be captured.
     @classmethod
@@ -130,6 +146,9 @@ class FxSkipModelMixin:
         refuse_to_pickle(cast(PreTrainedModel, self))
         return _bare_model, (self.fxskip_base,), vars(self).copy()
 
+
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+"""In the name of a tensor that holds one expert alone: how files of all supported types have them."""
 
 Family = tuple[type[PreTrainedConfig], type[PreTrainedModel]]
 _FAMILIES: dict[type[PreTrainedModel], Family] = {}
@@ -267,7 +286,7 @@ def register_families() -> None:
     """Tell AutoConfig the rewired twins of all causal language models, without importing any of them."""
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         AutoConfig.register(PREFIX + model_type, FxSkipConfig, exist_ok=True)
-    PreTrainedConfig.from_json_file = classmethod(_from_json_file)  # type: ignore[method-assign]
+    PreTrainedConfig.from_json_file = classmethod(_from_json_file)  # type: ignore[assignment, method-assign]
 
 
 _read_json_file = PreTrainedConfig.from_json_file.__func__  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ def rows() -> list[str]:
     return [line for line in lines if line.startswith("| ") and not line.startswith("| what |")]
 
 
-def tests_in(file: Path) -> set[str]:
+def names_of_tests(file: Path) -> set[str]:
     tree = ast.parse(file.read_text())
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
@@ -23,7 +23,7 @@ def test_each_row_names_an_existing_test() -> None:
         named = re.search(r"`(\S+\.py)::(test_\w+)` \|$", row)
         assert named, f"no test at the end of: {row}"
         file, test = named.groups()
-        assert test in tests_in(ROOT / "tests" / file), f"{file} has no {test}"
+        assert test in names_of_tests(ROOT / "tests" / file), f"{file} has no {test}"
 
 
 def test_each_module_of_this_folder_is_named() -> None:

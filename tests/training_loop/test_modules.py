@@ -139,6 +139,8 @@ def test_load_state_dict(assign: bool) -> None:
     ):
         with pytest.raises(RuntimeError, match="Error"):
             both.student.load_state_dict(damaged, strict=True)
+    found = both.student.load_state_dict({"extra": torch.ones(1)}, strict=False)
+    assert found.unexpected_keys == ["extra"] and len(found.missing_keys) == len(others)
 
 
 def test_a_deepcopy_trains_on_its_own() -> None:
