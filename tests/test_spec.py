@@ -164,7 +164,7 @@ def test_digest_is_the_sha256_of_the_meaning(tmp_path):
             "overlap": "none", "solver": "cp_sat", "costs": "specs/hardware/h200.yaml",
             "max_in_flight_mib": 64,
         },
-        "runtime": {"recompute": "layer", "transport": "gloo", "mode": "eager_wait"},
+        "runtime": {"recompute": "layer", "lower": "aot_eager", "transport": "gloo", "mode": "eager_wait"},
     }  # fmt: skip
     meaning["connect"].sort()
     text = json.dumps(meaning, sort_keys=True, separators=(",", ":"))
