@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from torch import export, fx, nn
+from torch import fx, nn
 from transformers import PreTrainedModel
 
 from fxskip.capture import hf, plain
@@ -93,7 +93,7 @@ class Analysis:
                 block_costs(graph, i, bytes_per_element=bytes_per_element, leaf_parameters=sizes)
                 for i in range(1, len(found) + 1)
             ]
-        _require_experts(who, name, blocks)
+        require_experts(who, name, blocks)
         return cls(name, tuple(captured), tuple(blocks), tuple(costs), inputs)
 
     def connect(self, spec: Spec) -> ModelWiring:
@@ -123,24 +123,23 @@ class Analysis:
         adopt_plain(student, PlainRecord(record, tuple(layer.path for layer in self.layers), self.inputs))
 
 
-def _require_original(who: str, model: object) -> nn.Module:
+def require_not_rewired(who: str, model: object) -> None:
+    """Refuse what is a student already."""
     if (record := record_of(model)) is not None:
         raise PassError(
             who,
             f"this model is rewired already, by the spec {load_spec(record.spec).name!r}",
             hint="transform the original model; fxskip.explain shows what was done to this one",
         )
+
+
+def _require_original(who: str, model: object) -> nn.Module:
+    require_not_rewired(who, model)
     if isinstance(model, str | PathLike):
         raise CaptureError(
             who,
             f"{str(model)!r} is a path",
             hint="pass AutoModelForCausalLM.from_pretrained(path); plan also takes AutoConfig.from_pretrained(path)",
-        )
-    if isinstance(model, fx.GraphModule | export.ExportedProgram):
-        raise CaptureError(
-            who,
-            f"{type(model).__name__} is a captured program: its layers are no modules any more",
-            hint="pass the model that it was captured from; captured programs are not supported by this version",
         )
     if not isinstance(model, nn.Module):
         raise CaptureError(
@@ -155,7 +154,8 @@ def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _require_experts(who: str, model: str, blocks: Sequence[SubBlock]) -> None:
+def require_experts(who: str, model: str, blocks: Sequence[SubBlock]) -> None:
+    """Refuse a model without a MoE block."""
     if any(block.kind == "moe" for block in blocks):
         return
     raise PassError(

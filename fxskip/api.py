@@ -5,18 +5,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from os import PathLike
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from pydantic import BaseModel
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from fxskip.analysis import Analysis
+from fxskip.capture.program import as_module, is_program
+from fxskip.checkpoint.auto_classes import loader
 from fxskip.checkpoint.family import record_of
+from fxskip.checkpoint.program import program_record
 from fxskip.checkpoint.record import WiringRecord
 from fxskip.errors import CheckpointError, PassError
 from fxskip.planning import Plan
+from fxskip.program_analysis import ProgramAnalysis, explain_program
 from fxskip.spec import Spec, load_spec
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -37,7 +41,8 @@ def transform(
         model: a causal language model of transformers, or any module whose layers are a list that it calls in order,
             `x = layer(x, ...)`. Modules, parameters and state_dict keys stay. A model of transformers becomes an
             instance of a subclass that saves and loads with its wiring; any other keeps its class, and its wiring
-            goes with deepcopy, pickle and torch.save of the whole model.
+            goes with deepcopy, pickle and torch.save of the whole model. Captured programs are taken too: an
+            fx.GraphModule, or an ExportedProgram, which becomes the GraphModule of its `module()`.
         spec: a file, a mapping, the name of a preset, or a loaded Spec.
         inplace: rewire `model` itself. By default a deep copy is made, so that the original can teach it.
         example_inputs: what a model that is not from transformers is called with, such as `(ids,)`. Only the tensors'
@@ -52,6 +57,9 @@ def transform(
     """
     loaded = load_spec(spec)
     _refuse_missing_stages(loaded, mesh)
+    if is_program(model):
+        program = ProgramAnalysis.of("transform", as_module(model), example_inputs)
+        return cast(Model, program.rewired(loaded, program.connect(loaded), inplace=inplace))
     analysis = Analysis.of_original("transform", model, example_inputs)
     wiring = analysis.connect(loaded)
     analysis.try_out(model, wiring)
@@ -71,6 +79,9 @@ def plan(
     yet are no error.
     """
     loaded = load_spec(spec)
+    if is_program(model):
+        program = ProgramAnalysis.of("plan", as_module(model), example_inputs)
+        return program.plan(loaded, program.connect(loaded))
     module = _without_weights(model) if isinstance(model, PreTrainedConfig) else model
     analysis = Analysis.of_original("plan", module, example_inputs)
     return analysis.plan(loaded, analysis.connect(loaded))
@@ -82,6 +93,8 @@ def explain(student: nn.Module) -> Plan:
     Raises PassError for a model that is not rewired, CheckpointError where its layers are not wired as recorded.
     """
     record = _require_record("explain", student)
+    if (program := program_record(student)) is not None:
+        return explain_program(student, program)
     analysis = Analysis.of_student("explain", student)
     spec = load_spec(record.spec)
     wiring = analysis.connect(spec)
@@ -109,7 +122,7 @@ def is_transformed(model: object) -> bool:
 
 def _without_weights(config: PreTrainedConfig) -> nn.Module:
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model: nn.Module = loader("plan", config).from_config(config, dtype=torch.bfloat16)
     return model
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fxskip.errors import PassError
 from fxskip.leaves import Contents, run_leaf
@@ -150,12 +151,13 @@ def with_streams(graph: fx.Graph, n_inputs: int, n_outputs: int) -> fx.Graph:
             source = new.placeholder(f"stream_{index}")
         with new.inserting_before(first):
             marker = new.call_function(torch.ops.fxskip.stream_in.default, (source, index))
-        source.meta["example_value"] = marker.meta["example_value"] = value(first)
+        for node in (source, marker):  # memory of its own, or a write to one stream would be one to all
+            node.meta["example_value"] = torch.empty_like(value(first))
     others = []
     with new.inserting_before(output):
         for index in range(1, n_outputs):
             others.append(new.call_function(torch.ops.fxskip.stream_out.default, (first, index)))
-            others[-1].meta["example_value"] = value(first)
+            others[-1].meta["example_value"] = torch.empty_like(value(first))
     output.args = ((output.args[0], tuple(others)),)
     new.lint()
     return new
@@ -166,6 +168,9 @@ def with_streams(graph: fx.Graph, n_inputs: int, n_outputs: int) -> fx.Graph:
 
 def op_name(node: fx.Node) -> str:
     """The operation's bare name: `linear`, `topk`, `add`; empty for placeholders and outputs."""
+    if node.op == "call_module":  # in programs that torch.fx traced: Linear is linear
+        kind = list(node.meta["nn_module_stack"].values())[-1][1]
+        return str(getattr(kind, "__name__", kind)).rpartition(".")[2].lower()
     if node.op not in ("call_function", "call_method"):
         return ""
     if isinstance(node.target, str):
@@ -211,7 +216,18 @@ def leaf_contents(node: fx.Node) -> Contents:
 
 
 ADDS = frozenset(
-    {torch.add, operator.add, operator.iadd, "add", "add_", "__add__", "__iadd__", add_scattered}
+    {
+        torch.add,
+        operator.add,
+        operator.iadd,
+        "add",
+        "add_",
+        "__add__",
+        "__iadd__",
+        torch.ops.aten.add.Tensor,
+        torch.ops.aten.add_.Tensor,
+        add_scattered,
+    }
 )
 
 
@@ -263,6 +279,8 @@ _IN_PLACE_FUNCTIONS = frozenset(
 def storage(node: fx.Node) -> int | None:
     """Identity of the memory that the node's value lies in: equal for a tensor and its views; None for no tensor."""
     tensor = value(node)
+    while isinstance(tensor, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)  # inside vmap, which masks are made with
     return tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else None
 
 
@@ -277,18 +295,31 @@ def writers(graph: fx.Graph) -> dict[int, list[fx.Node]]:
 
 
 def module_path(node: fx.Node) -> str:
-    """Path of the module that called the operation, relative to the decoder layer; "" in the layer itself."""
+    """Path of the module that called the operation, relative to the decoder layer; "" in the layer itself.
+
+    In a captured program, which has no decoder layers, relative to the program.
+    """
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
     path: str = list(stack.values())[-1][0]
-    return path.partition("].")[2] if "]." in path else ""
+    return path.partition("].")[2] if path.startswith("L[") else path
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether the node's value is known and holds no tensor: a size, a dtype, a number."""
+    return value(node) is not None and not any(
+        isinstance(part, torch.Tensor) for part in pytree.tree_leaves(value(node))
+    )
 
 
 def dataflow(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
-    """Successors of each node. A node that writes in place also feeds the later readers of that memory."""
+    """Successors of each node. A node that writes in place also feeds the later readers of that memory.
+
+    A size feeds nothing: two values of the stream have the same.
+    """
     order = {n: i for i, n in enumerate(graph.nodes)}
-    after = {n: set(n.users) for n in graph.nodes}
+    after = {n: {u for u in n.users if not _is_size(u)} for n in graph.nodes}
     readers: dict[int, set[fx.Node]] = {}
     for node in graph.nodes:
         if (memory := storage(node)) is not None:

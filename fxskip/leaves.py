@@ -173,24 +173,42 @@ def running(layer: nn.Module) -> Iterator[None]:
 _running: ContextVar[nn.Module] = ContextVar("fxskip_running_layer")
 
 
-@torch._dynamo.allow_in_graph
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
 def run_leaf(path: str, contents: Contents, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the leaf at `path` of the layer that runs now; equal layers share one graph, so it names no module.
 
     Tensors without values (fake ones while Dynamo traces, or meta ones) give empty results of the assumed shapes.
 
-    Raises CaptureError where the results have not the shapes and dtypes that the graph was captured with.
+    Raises CaptureError where the results have not the shapes and dtypes that the graph was captured with, or where
+    the module wrote into an argument.
     """
     module = cast(Leaf, _running.get().get_submodule(path))
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     if any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
-        return _assumed(module, args, kwargs)
+        return assumed_results(module, args, kwargs)
+    versions = [_version(t) for t in tensors]
     out = module(*args, **kwargs)
+    if versions != [_version(t) for t in tensors]:
+        raise CaptureError(
+            "leaf",
+            f"{_name(module)} writes into one of its arguments, where no pass can see it",
+            where=f"module {module.fxskip_leaf}",
+            hint="have it return a new tensor, or copy the argument first",
+        )
     _require_assumed(module, out, args, kwargs)
     return out
 
 
-def _assumed(module: Leaf, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _version(tensor: Tensor) -> int:
+    """How often the memory was written; not known in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def assumed_results(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Empty tensors of the shapes and dtypes that a module returns, as declared, or like its first argument.
+
+    Raises CaptureError where it has no floating-point argument.
+    """
     declared = _declaration(module)
     if declared is not None and declared.outputs is not None:
         return declared.outputs(*args, **kwargs)
@@ -199,8 +217,7 @@ def _assumed(module: Leaf, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             return torch.empty_like(value)
     raise CaptureError(
         "leaf",
-        f"{module.fxskip_base.__name__} has no floating-point argument that its result could be like",
-        where=f"module {module.fxskip_leaf}",
+        f"{_name(module)} has no floating-point argument that its result could be like",
         hint=_outputs_hint(module),
     )
 
@@ -209,12 +226,12 @@ def _require_assumed(module: Leaf, out: Any, args: tuple[Any, ...], kwargs: dict
     """Compare with what was assumed, computed again from the shapes of this call."""
     shapes = pytree.tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), (args, kwargs))
     with torch.no_grad():
-        assumed = _assumed(module, *shapes)
+        assumed = assumed_results(module, *shapes)
     if _described(out) == _described(assumed):
         return
     raise CaptureError(
         "leaf",
-        f"{module.fxskip_base.__name__} returned {_described(out)} where {_described(assumed)} was assumed",
+        f"{_name(module)} returned {_described(out)} where {_described(assumed)} was assumed",
         where=f"module {module.fxskip_leaf}",
         hint=_outputs_hint(module),
     )
@@ -231,11 +248,14 @@ def _described(out: Any) -> str:
     return one(out)
 
 
-def _outputs_hint(module: Leaf) -> str:
-    name = module.fxskip_base.__name__
+def _name(module: nn.Module) -> str:
+    return getattr(type(module), "fxskip_base", type(module)).__name__
+
+
+def _outputs_hint(module: nn.Module) -> str:
     return (
         "say before the transform what it returns, for example two tensors:\n"
-        f"import fxskip\nfxskip.leaf({name}, outputs=lambda x, *rest: (torch.empty_like(x), x.new_empty(...)))"
+        f"import fxskip\nfxskip.leaf({_name(module)}, outputs=lambda x, *rest: (torch.empty_like(x), x.new_empty(...)))"
     )
 
 

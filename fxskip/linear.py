@@ -10,7 +10,7 @@ from collections.abc import Container
 
 from torch import fx
 
-from fxskip.ir import ADDS, is_tensor, op_name, value
+from fxskip.ir import ADDS, is_add, is_tensor, op_name, value
 
 VIEWS = frozenset(
     {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "contiguous", "clone"}
@@ -51,6 +51,18 @@ def carried_operand(node: fx.Node, varying: Container[fx.Node]) -> fx.Node | Non
     operand = _only_varying(node, varying)
     shifts = node.target in ADDS and len(node.args) == 2 and not node.kwargs
     return operand if operand is not None and shifts and is_tensor(node) else None
+
+
+def identity_paths(start: fx.Node, varying: Container[fx.Node]) -> set[fx.Node]:
+    """The nodes that lead back to `start` by additions and linear operations alone."""
+    found = {start}
+    for node in start.graph.nodes:
+        if is_add(node) and len(set(node.args)) == 2 and all(a in varying for a in node.args):
+            if any(a in found for a in node.args):
+                found.add(node)
+        elif carried_operand(node, varying) in found:
+            found.add(node)
+    return found
 
 
 def _only_varying(node: fx.Node, varying: Container[fx.Node]) -> fx.Node | None:

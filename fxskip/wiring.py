@@ -244,6 +244,18 @@ def _region(connections: Sequence[Connection], layer: int, split_sum: bool) -> R
     )
 
 
+def as_one_region(wiring: ModelWiring) -> RegionWiring:
+    """The wiring of a whole model as one region, for a program that has no layers."""
+    return RegionWiring(
+        blocks=tuple(
+            BlockWiring(c.block.kind, c.block.addends, c.reads, c.block.behind) for c in wiring.connections
+        ),
+        inputs=(FULL,),
+        outputs=(FULL,),
+        split_sum=any(region.split_sum for region in wiring.regions),
+    )
+
+
 def _crossing(connections: Sequence[Connection], border: int, zero: int) -> tuple[Variant, ...]:
     """The variants that some block after write `border` still needs, the full stream first."""
     needed = {

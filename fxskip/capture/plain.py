@@ -26,6 +26,7 @@ from fxskip.capture.twin import (
     require_own_class_forward,
 )
 from fxskip.errors import CaptureError, FxskipError
+from fxskip.leaves import assumed_results
 
 Inputs = tuple[Any, ...]
 
@@ -97,7 +98,7 @@ def _hand_on(layer: nn.Module, result: Any, count: int) -> None:
         return (streams, *result[1:]) if isinstance(result, tuple) else streams
 
     layer.__class__ = layer_class(layer)
-    layer.forward = forward  # type: ignore[method-assign]
+    layer.forward = forward
 
 
 def call(twin: nn.Module, inputs: Inputs) -> Any:
@@ -134,7 +135,7 @@ def find_layers(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
     observed = [
         _Observed(path, m) for path, m in twin.named_modules() if isinstance(m, _LISTS) and len(m) > 0
     ]
-    with _watching(observed):
+    with _watching(twin, observed):
         call(twin, inputs)
     chains = [one for one in observed if one.fault() == ""]
     outer = [c for c in chains if not any(c.path.startswith(f"{o.path}.") for o in chains if o is not c)]
@@ -143,8 +144,8 @@ def find_layers(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
     looked_at = "\n".join(f"{o.path} ({len(o.children)} modules): {o.fault() or 'a chain'}" for o in observed)
     raise CaptureError(
         "find_layers",
-        f"{type(model).__name__} has {len(outer) or 'no'} list{'s' if len(outer) != 1 else ''} of modules that form "
-        "one chain, each fed with the output of the one before",
+        f"{type(model).__name__} has {len(outer)} lists of modules that form a chain, each fed with the output of the "
+        "one before; there must be one",
         where=looked_at or "it has no nn.ModuleList, nn.ModuleDict or nn.Sequential",
         hint="write the layers as one such list that the model calls in order: for layer in self.layers: "
         "x = layer(x, ...), with x [batch, length, width] the first positional argument",
@@ -197,29 +198,32 @@ def _described(value: Tensor | None) -> str:
 
 
 @contextmanager
-def _watching(observed: list[_Observed]) -> Iterator[None]:
-    """While it is open, calls of the lists' children are noted. A child that needs values passes its input on."""
-    watched: dict[nn.Module, list[tuple[_Observed, int]]] = {}
+def _watching(twin: nn.Module, observed: Sequence[_Observed]) -> Iterator[None]:
+    """While it is open, calls of the lists' children are noted, and modules that need values return empty results."""
+    places: dict[nn.Module, list[tuple[_Observed, int]]] = {}
     for one in observed:
         for number, child in enumerate(one.children):
-            watched.setdefault(child, []).append((one, number))
-    for child, places in watched.items():
-        child.forward = _noting(child.forward, places)  # type: ignore[method-assign]
-    yield
-    for child in watched:
-        del child.forward
+            places.setdefault(child, []).append((one, number))
+    inner = [module for module in twin.modules() if module is not twin]
+    for module in inner:
+        module.forward = _noting(module, module.forward, places.get(module, []))
+    try:
+        yield
+    finally:
+        for module in inner:
+            del module.forward
 
 
-def _noting(forward: Callable[..., Any], places: list[tuple[_Observed, int]]) -> Callable[..., Any]:
+def _noting(
+    module: nn.Module, forward: Callable[..., Any], places: Sequence[tuple[_Observed, int]]
+) -> Callable[..., Any]:
     def noting(*args: Any, **kwargs: Any) -> Any:
-        x = args[0] if args and isinstance(args[0], Tensor) else None
         try:
             out = forward(*args, **kwargs)
         except (RuntimeError, NotImplementedError):
-            # As a loop over experts does, which is captured later; a layer's output has the shape of its input.
-            if x is None or not x.is_floating_point():
-                raise
-            out = torch.empty_like(x)
+            # As a loop over experts does, which will be a leaf; any other error shows when the layers are captured.
+            out = assumed_results(module, args, kwargs)
+        x = args[0] if args and isinstance(args[0], Tensor) else None
         first = out[0] if isinstance(out, tuple) and out else out
         for one, number in places:
             one.calls.append(_Call(number, x, first if isinstance(first, Tensor) else None))

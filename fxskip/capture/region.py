@@ -21,8 +21,9 @@ from torch import Tensor, fx, nn
 
 from fxskip.capture.eager_branches import eager_branches
 from fxskip.capture.recorded_outputs import traceable_recording
+from fxskip.capture.selective_scan import whole_selective_scans
 from fxskip.errors import CaptureError, FxskipError
-from fxskip.ir import refuse_to_run, stream_in, stream_out
+from fxskip.ir import is_matrix_product, module_path, op_name, refuse_to_run, stream_in, stream_out
 
 Streams = tuple[Tensor, ...]
 CompiledRegion = Callable[
@@ -87,6 +88,7 @@ def compile_region(
     def backend(module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         global _captures
         _captures += 1
+        _require_flat(module)
         return build(module)
 
     compiled = torch.compile(region, backend=backend, fullgraph=True, dynamic=True)
@@ -96,6 +98,7 @@ def compile_region(
             torch._dynamo.config.patch(_DYNAMO),
             _SHAPES.patch(use_duck_shape=False),
             eager_branches(),
+            whole_selective_scans(),
             traceable_recording(),
         ):
             try:
@@ -108,6 +111,25 @@ def compile_region(
                 raise _capture_error(arguments[0], error) from error
 
     return run
+
+
+def _require_flat(module: fx.GraphModule) -> None:
+    """Refuse products and choices of experts inside a nested graph, where no pass would see them."""
+    for node in module.graph.nodes:
+        if not isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        for operand in node.all_input_nodes:
+            inner = getattr(module, str(operand.target), None) if operand.op == "get_attr" else None
+            nodes = inner.graph.nodes if isinstance(inner, fx.GraphModule) else ()
+            hidden = next((n for n in nodes if is_matrix_product(n) or op_name(n) == "topk"), None)
+            if hidden is not None:
+                raise CaptureError(
+                    "capture",
+                    f"{op_name(hidden)} is called inside {node.target.name()}, where it cannot be rewired",
+                    where=f"module {module_path(hidden) or module_path(node) or 'the decoder layer itself'}",
+                    hint="take torch.utils.checkpoint, torch.cond and their like out of the decoder layers; to "
+                    "recompute, checkpoint whole layers: checkpoint(layer, x, use_reentrant=False)",
+                )
 
 
 def is_data_dependent(error: BaseException | None) -> bool:

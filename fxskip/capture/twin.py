@@ -179,9 +179,10 @@ def _empty_results(graph: fx.Graph, inputs: tuple[Any, ...]) -> Any:
 
 def _empty(node: fx.Node) -> Any:
     value = node.meta["example_value"]
-    if isinstance(value, torch.SymInt):
-        return value.node.hint
     if not isinstance(value, Tensor):
-        return value
-    shape = [size.node.hint if isinstance(size, torch.SymInt) else size for size in value.shape]
-    return torch.empty(shape, dtype=value.dtype, device="meta")
+        return _hint(value)
+    return torch.empty([_hint(size) for size in value.shape], dtype=value.dtype, device="meta")
+
+
+def _hint(value: Any) -> Any:
+    return value.node.hint if isinstance(value, torch.SymInt) else value

@@ -37,7 +37,7 @@ from fxskip.ir import (
     stream_outputs,
     writers,
 )
-from fxskip.linear import carried_operand
+from fxskip.linear import identity_paths
 
 
 def find_stream(graph: fx.Graph) -> fx.Graph:
@@ -83,7 +83,7 @@ class _Step:
 
 def _walk_back(start: fx.Node, last: fx.Node, varying: set[fx.Node]) -> list[_Step]:
     """The steps from `start` to `last`, in that order."""
-    on_the_stream = _identity_paths(start, varying)
+    on_the_stream = identity_paths(start, varying)
     steps: list[_Step] = []
     node = last
     while node is not start:
@@ -97,18 +97,6 @@ def _walk_back(start: fx.Node, last: fx.Node, varying: set[fx.Node]) -> list[_St
         steps.append(_Step(node, before, contribution))
         node = before
     return steps[::-1]
-
-
-def _identity_paths(start: fx.Node, varying: set[fx.Node]) -> set[fx.Node]:
-    """The nodes that lead back to `start` by additions and linear operations alone."""
-    found = {start}
-    for node in start.graph.nodes:
-        if is_add(node) and len(set(node.args)) == 2 and all(a in varying for a in node.args):
-            if any(a in found for a in node.args):
-                found.add(node)
-        elif carried_operand(node, varying) in found:
-            found.add(node)
-    return found
 
 
 def _annotate_stream(steps: Sequence[_Step]) -> dict[int, fx.Node]:

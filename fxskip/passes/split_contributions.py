@@ -40,7 +40,8 @@ from fxskip.ir import (
 from fxskip.linear import PRODUCTS, QUOTIENTS, linear_operand
 from fxskip.passes.classify import routing_nodes
 
-_SCATTERED_ADDS = frozenset({"index_add", "scatter_add", "index_put", "scatter_reduce"})
+_ADDS = ("add", "index_add", "index_put", "scatter_add", "scatter_reduce")
+_WRITES_INTO = frozenset({*_ADDS, "copy", "index_copy", "masked_scatter", "scatter", "setitem"})
 
 
 def split_contributions(graph: fx.Graph) -> fx.Graph:
@@ -73,12 +74,13 @@ def addends(graph: fx.Graph, write: int) -> tuple[str, ...]:
 
 def inseparable_reason(graph: fx.Graph, write: Write) -> str:
     """Why something unrouted hides inside a MoE write's routed addend; "" where nothing does."""
-    nodes = set(block_nodes(graph, write.number))
-    added = [n for n in nodes if (a := info(n)) is not None and a.addend == "routed"]
+    inside = list(block_nodes(graph, write.number))
+    nodes = set(inside)
+    added = [n for n in inside if (a := info(n)) is not None and a.addend == "routed"]
     if not added:
         return ""
     routed = _routed(graph, nodes)
-    if (alone := _routes_itself(list(block_nodes(graph, write.number)))) is not None:
+    if (alone := _routes_itself(inside)) is not None:
         return (
             f"the module {leaf_path(alone)} runs as it is and routes tokens itself; if it has no shared expert inside, "
             'declare its class with fxskip.leaf(..., adds="routed"), else put the loop over experts, or the shared '
@@ -86,7 +88,17 @@ def inseparable_reason(graph: fx.Graph, write: Write) -> str:
         )
     before = reachable(added, reverse(dataflow(graph))) & nodes
     width = value(write.result).shape[-1]
-    for node in (n for n in graph.nodes if n in before and _is_wide(n, width)):
+    chosen = reachable(routing_nodes(inside), {n: set(n.users) for n in graph.nodes})
+    for node in (n for n in graph.nodes if n in before):
+        base = node.args[0] if op_name(node).rstrip("_") in _WRITES_INTO else None
+        if isinstance(base, fx.Node) and base not in chosen and _is_wide(base, width) and not is_add(node):
+            into_something = not is_blank(base) and any(
+                a in routed for a in node.all_input_nodes if a is not base
+            )
+            if into_something:
+                return f"{op_name(node)} ({node.name!r}) adds the routed experts into {base.name!r}"
+        if not _is_wide(node, width):
+            continue
         wide = [a for a in node.all_input_nodes if a in nodes and _is_wide(a, width)]
         plain = [a for a in wide if a not in routed and _is_projected(a, nodes)]
         if (
@@ -96,15 +108,6 @@ def inseparable_reason(graph: fx.Graph, write: Write) -> str:
             and op_name(node) not in PRODUCTS | QUOTIENTS
         ):
             return f"{op_name(node)} ({node.name!r}) joins {plain[0].name!r} with the routed experts' output"
-        base = (
-            node.args[0]
-            if op_name(node).rstrip("_") in _SCATTERED_ADDS | {"add", "setitem", "copy"}
-            else None
-        )
-        if not isinstance(base, fx.Node) or node not in routed or is_add(node) or is_blank(base):
-            continue
-        if any(a in routed for a in node.all_input_nodes if a is not base):
-            return f"{op_name(node)} ({node.name!r}) adds the routed experts into {base.name!r}"
     return ""
 
 

@@ -138,13 +138,17 @@ def _streams_read_by(graph: fx.Graph, number: int) -> Iterable[fx.Node]:
 
 
 def _require_markers(graph: fx.Graph, wiring: RegionWiring) -> None:
-    """Each stream of the wiring enters once, and leaves once among the values that the graph returns."""
+    """Each stream of the wiring enters once, and leaves once among the values that the graph returns.
+
+    A captured program goes on after its one stream has left the region: norm and head follow.
+    """
     output = next(n for n in graph.nodes if n.op == "output")
     markers = stream_outputs(graph)
     numbers = {marker: index for index, marker in markers.items()}
     returned: list[int] = []
     fx.map_arg(output.args, lambda n: returned.append(numbers[n]) if n in numbers else None)
-    if returned != list(range(len(wiring.outputs))):
+    goes_on = not returned and len(wiring.outputs) == 1 and 0 in markers and bool(markers[0].users)
+    if returned != list(range(len(wiring.outputs))) and not goes_on:
         raise _defect(f"the streams {returned} leave the region, where the wiring has {len(wiring.outputs)}")
     entered = stream_inputs(graph)
     sources = {marker.args[0] for marker in entered.values()}

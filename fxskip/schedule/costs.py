@@ -107,12 +107,12 @@ def _flops(node: fx.Node, length: int) -> float:
         query, key, values = tensors[:3]
         scores = _product(query.shape[:-1]) * CONTEXT / 2
         return 2.0 * scores * (_hint(key.shape[-1]) + _hint(values.shape[-1]))
-    if not is_matrix_product(node) or len(tensors) < 2:
+    if not is_matrix_product(node) or (len(tensors) < 2 and node.op != "call_module"):
         return 0.0
     left = tensors[1] if op_name(node) in ("addmm", "baddbmm") else tensors[0]
     flops = 2.0 * _numel(node) * _hint(left.shape[-1])
     # Attention that is written out multiplies two tensors [batch, heads, ...]; a projection has its matrix in two.
-    is_written_out = all(t.dim() == 4 for t in tensors[:2])
+    is_written_out = len(tensors) > 1 and all(t.dim() == 4 for t in tensors[:2])
     return flops * CONTEXT / 2 / length if is_written_out else flops
 
 

@@ -235,6 +235,26 @@ def test_a_result_of_another_shape_than_assumed_is_an_error() -> None:
     assert "decoder layer 0: module moe.experts" in message
 
 
+class Overwriting(SkippingExperts):
+    def forward(self, *args: Tensor) -> Tensor:
+        return args[0].add_(super().forward(*args))
+
+
+class OverwritingMoE(SkippingMoE):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Overwriting()  # type: ignore[assignment]
+
+
+def test_a_leaf_that_writes_into_its_argument_is_an_error() -> None:
+    student = fxskip.transform(Model(OverwritingMoE, layers=2), "identity", example_inputs=INPUTS)
+    with (
+        torch.no_grad(),
+        pytest.raises(fxskip.CaptureError, match="Overwriting writes into one of its arguments"),
+    ):
+        student(ids())
+
+
 # --- declarations --------------------------------------------------------------------------------
 
 
