@@ -5,10 +5,12 @@ from fxskip.planning.markup import document, element
 from fxskip.planning.page import page, wiring_section
 from fxskip.planning.picture import pictures
 from fxskip.planning.plan import Plan, PlannedBlock, Window, make_plan
+from fxskip.planning.trainable import Trainable, trainable_parameters
 
 __all__ = [
     "Plan",
     "PlannedBlock",
+    "Trainable",
     "Window",
     "document",
     "element",
@@ -16,5 +18,6 @@ __all__ = [
     "make_plan",
     "page",
     "pictures",
+    "trainable_parameters",
     "wiring_section",
 ]

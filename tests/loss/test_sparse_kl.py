@@ -148,6 +148,15 @@ def test_equal_ids_are_one_token(tail, implementation):
     assert_close(case.outcome(tail=tail, implementation=implementation), case.expected(tail))
 
 
+@BY_TAIL
+@IMPLEMENTATIONS
+def test_more_entries_than_a_block_of_the_kernels(tail, implementation):
+    case = Sparse(tokens=3, vocabulary=200, entries=150)
+    case.ids[:, 140:] = case.ids[:, :10]  # equal ids in two blocks
+    case.logp -= 1.0
+    assert_close(case.outcome(tail=tail, implementation=implementation), case.expected(tail))
+
+
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 def test_small_storage_types_of_the_teacher(implementation, dtype):
@@ -336,6 +345,10 @@ BAD = [
     ({"ids": torch.zeros(N, K)}, "ids is torch.float32"),
     ({"ids": torch.zeros(N, K + 1, dtype=torch.int64)}, r"ids is \[13, 6\], logp \[13, 5\]"),
     ({"ids": torch.zeros(N, 0, dtype=torch.int64)}, r"ids has shape \[13, 0\]"),
+    (
+        {"ids": torch.zeros(N, K, dtype=torch.int64, device="meta")},
+        "arguments are on several devices: .*ids on meta",
+    ),
     ({"logp": torch.full((N, K), -torch.inf)}, r"logp\[0, 0\] is -inf"),
     ({"logp": torch.full((N, K), torch.nan)}, r"logp\[0, 0\] is nan"),
     ({"logp": torch.zeros(N, K)}, "row 0 of logp add up to 5"),
