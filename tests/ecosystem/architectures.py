@@ -137,7 +137,7 @@ OWN: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_layer_end_index": -1},
     "ernie4_5_vl_moe_text": mrope(3, 3, 2) | {"moe_intermediate_size": [32, 32]},
     "exaone_moe": SLIDING,
-    "flint": DENSE_THEN_SPARSE,
+    "flint": {"num_hidden_layers": 3, "mlp_only_layers": [0]},
     "gemma4_text": SLIDING | {
         "enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
         "vocab_size_per_layer_input": VOCAB, "global_head_dim": 16,
@@ -167,6 +167,7 @@ OWN: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": SLIDING,
     "minimax_m2": {"rotary_dim": 16},
     "minimax_m3_vl": {"projector_hidden_size": 64, "merged_hidden_size": 64},
+    "mistral4": LATENT,
     "mistral_large4_text": LATENT,
     "muse_spark": {"out_hidden_size": 64, "projector_hidden_size": 64},
     "muse_spark_audio": {"patch_sizes": [2, 2], "hidden_sizes": [16, 64], "depths": [1, 1]},
