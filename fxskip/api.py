@@ -20,8 +20,11 @@ from fxskip.errors import CaptureError, CheckpointError, PassError
 from fxskip.ir import with_streams
 from fxskip.passes.sub_blocks import sub_blocks
 from fxskip.pipeline import analyse, rewire
-from fxskip.planning import Plan, make_plan
-from fxskip.schedule.costs import Costs, block_costs
+from fxskip.planning import Plan, Rest, make_plan
+from fxskip.planning.deployment import TOKENS, Wishes, deployment
+from fxskip.schedule.attention_span import attended_in
+from fxskip.schedule.costs import CONTEXT, Costs, block_costs
+from fxskip.schedule.hardware import Hardware, MatrixType
 from fxskip.spec import Spec, load_spec
 from fxskip.wiring import ModelWiring, SubBlock, connect
 
@@ -64,16 +67,38 @@ def transform(
     return student
 
 
-def plan(model: nn.Module | PreTrainedConfig, spec: SpecSource) -> Plan:
-    """Say what `transform` would do, without doing it. A config is enough: no weights are made or read.
+def plan(
+    model: nn.Module | PreTrainedConfig,
+    spec: SpecSource,
+    *,
+    hardware: str | PathLike[str] | Hardware = "h200",
+    tokens_per_rank: int = TOKENS,
+    context_tokens: int = CONTEXT,
+    expert_size: int | None = None,
+    tensor_size: int | None = None,
+    dtype: MatrixType | None = None,
+) -> Plan:
+    """Say what `transform` would do, without doing it, and estimate what that is worth on given hardware.
 
-    Raises what `transform` raises for the spec and the architecture; stages that do not exist yet are no error.
+    Args:
+        model: a model, or a config alone: no weights are made or read, and no GPU is used.
+        spec: as in `transform`. Stages that do not exist yet are no error here.
+        hardware: h200, mi300x, b200, or the path of such a file; see docs/plan.md.
+        tokens_per_rank: tokens of one rank in one forward pass.
+        context_tokens: tokens of one sequence; a query attends to half of them on average.
+        expert_size: ranks that the routed experts are spread over. By default that of the spec's `parallel`; where
+            the spec has none, one domain of the hardware (8 GPUs), and the plan says so.
+        tensor_size: ranks that attention, dense MLPs and shared experts are cut over; by default the spec's, or 1.
+        dtype: type of weights, activations and what travels; by default the model's, bfloat16 for a config.
+
+    Raises what `transform` raises for the spec and the architecture, and SpecError for hardware and sizes.
     """
     loaded = load_spec(spec)
+    wishes = Wishes(hardware, tokens_per_rank, context_tokens, expert_size, tensor_size, dtype)
     analysis = _analyse_stock(
-        "plan", _without_weights(model) if isinstance(model, PreTrainedConfig) else model
+        "plan", _without_weights(model) if isinstance(model, PreTrainedConfig) else model, context_tokens
     )
-    return analysis.plan(loaded, analysis.connect(loaded))
+    return analysis.plan(loaded, analysis.connect(loaded), wishes)
 
 
 def explain(student: nn.Module) -> Plan:
@@ -93,7 +118,7 @@ def explain(student: nn.Module) -> Plan:
             where=type(student).__name__,
             hint="a layer or the config was replaced after the transform; transform the original model again",
         )
-    return analysis.plan(spec, wiring)
+    return analysis.plan(spec, wiring, Wishes())
 
 
 def spec_of(student: nn.Module) -> Spec:
@@ -115,9 +140,12 @@ class _Analysis:
     """The captured graph of each layer; layers of one kind share one."""
     blocks: tuple[SubBlock, ...]
     costs: tuple[Costs, ...]
+    dtype: str
+    heads: int
+    rest: Rest
 
     @classmethod
-    def of(cls, who: str, model: PreTrainedModel) -> _Analysis:
+    def of(cls, who: str, model: PreTrainedModel, context: int = CONTEXT) -> _Analysis:
         captured = capture_layers(model)
         analysed: dict[int, fx.Graph] = {}
         for layer in captured:
@@ -126,18 +154,24 @@ class _Analysis:
                     analysed[id(layer.graph)] = analyse(layer.graph)
                 except PassError as error:
                     raise error.within(f"{base_class(model).__name__}, {layer.path}") from None
-        bytes_per_element = model.dtype.itemsize
         blocks: list[SubBlock] = []
         costs: list[Costs] = []
         for index, layer in enumerate(captured):
             graph = analysed[id(layer.graph)]
             found = sub_blocks(graph, layer=index, layer_path=layer.path)
             blocks += found
-            costs += [
-                block_costs(graph, i, bytes_per_element=bytes_per_element) for i in range(1, len(found) + 1)
-            ]
+            keys = attended_in(model.config.get_text_config(), index, context)
+            costs += [block_costs(graph, i, keys=keys) for i in range(1, len(found) + 1)]
         _require_experts(who, model, blocks)
-        return cls(base_class(model).__name__, tuple(c.graph for c in captured), tuple(blocks), tuple(costs))
+        return cls(
+            base_class(model).__name__,
+            tuple(c.graph for c in captured),
+            tuple(blocks),
+            tuple(costs),
+            str(model.dtype).removeprefix("torch."),
+            model.config.get_text_config().num_attention_heads,
+            _rest(model, costs),
+        )
 
     def connect(self, spec: Spec) -> ModelWiring:
         return connect(spec, self.blocks)
@@ -147,11 +181,18 @@ class _Analysis:
         for graph, region in dict.fromkeys(zip(self.graphs, wiring.regions, strict=True)):
             rewire(with_streams(graph, len(region.inputs), len(region.outputs)), region)
 
-    def plan(self, spec: Spec, wiring: ModelWiring) -> Plan:
-        return make_plan(self.model, spec.name or "an unnamed spec", wiring, self.blocks, self.costs)
+    def plan(self, spec: Spec, wiring: ModelWiring, wishes: Wishes) -> Plan:
+        chosen = deployment(wishes, spec, self.costs, dtype=self.dtype, heads=self.heads)
+        name = spec.name or "an unnamed spec"
+        return make_plan(self.model, name, wiring, self.blocks, self.costs, chosen, self.rest)
 
 
-def _analyse_stock(who: str, model: object) -> _Analysis:
+def _rest(model: PreTrainedModel, costs: Sequence[Costs]) -> Rest:
+    total = sum(p.numel() for p in model.parameters()) - sum(c.parameters for c in costs)
+    return Rest(total, sum(p.numel() for p in model.get_output_embeddings().parameters()))
+
+
+def _analyse_stock(who: str, model: object, context: int = CONTEXT) -> _Analysis:
     if (record := record_of(model)) is not None:
         raise PassError(
             who,
@@ -165,7 +206,7 @@ def _analyse_stock(who: str, model: object) -> _Analysis:
             hint="pass AutoModelForCausalLM.from_pretrained(path); plan also takes AutoConfig.from_pretrained(path)",
         )
     decoder_layers(cast(nn.Module, model))  # refuses what is no language model of transformers
-    return _Analysis.of(who, cast(PreTrainedModel, model))
+    return _Analysis.of(who, cast(PreTrainedModel, model), context)
 
 
 def _without_weights(config: PreTrainedConfig) -> nn.Module:

@@ -56,12 +56,14 @@ def _saved(found: Fold) -> int:
 
 
 def _wirings(plan: Plan) -> list[tuple[Hashable, ...]]:
-    """One value a layer, equal for layers whose drawings are equal."""
+    """One value a layer, equal for layers whose drawings and rows are equal."""
     layers: dict[int, list[Hashable]] = {}
     for block in plan.blocks:
         windows = len(block.window.dispatch_under), len(block.window.combine_under)
-        drawing = (block.kind, block.adds, block.without, block.refused is None, windows)
+        drawing = (block.kind, block.adds, block.without, block.refused is None, windows, block.costs)
         layers.setdefault(block.layer, []).append(drawing)
+    for row in plan.layers:
+        layers[row.layer].append((round(row.exposed_before_us, 1), round(row.exposed_after_us, 1)))
     return [tuple(layer) for layer in layers.values()]
 
 

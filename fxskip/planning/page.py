@@ -9,8 +9,7 @@ from fxskip.planning.legend import SIGNS, TERMS, legend
 from fxskip.planning.markup import document, element
 from fxskip.planning.picture import pictures
 from fxskip.planning.plan import Plan, PlannedBlock
-from fxskip.planning.words import kind, short_path, span, unseen
-from fxskip.schedule.costs import CONTEXT
+from fxskip.planning.words import kind, short, short_path, span, unseen
 
 
 def page(plan: Plan) -> str:
@@ -56,7 +55,7 @@ def _headline(plan: Plan) -> ET.Element:
     dispatches = sum(bool(block.window.dispatch_under) for block in experts)
     combines = sum(bool(block.window.combine_under) for block in experts)
     parameters = sum(block.costs.parameters for block in plan.blocks)
-    exchange = sum(block.costs.exchange_bytes_per_token for block in experts)
+    exchange = sum(b.costs.experts_per_token * b.costs.hidden_size for b in experts) * plan.deployment.bytes
     streams = "stream" if plan.streams == 1 else "streams"
     beside = "experts that other sub-blocks can run beside"
     return element(
@@ -65,8 +64,8 @@ def _headline(plan: Plan) -> ET.Element:
         _figure(f"{dispatches} of {len(experts)}", f"dispatches to {beside}"),
         _figure(f"{combines} of {len(experts)}", f"combines from {beside}"),
         _figure(str(plan.streams), f"{streams} between layers (the original has 1)"),
-        _figure(_short(exchange, "B"), "a token sends to experts in one forward pass, and gets back"),
-        _figure(_short(parameters, ""), "parameters in sub-blocks; none is added or removed"),
+        _figure(short(exchange, "B"), "a token sends to experts in one forward pass, and gets back"),
+        _figure(short(parameters, ""), "parameters in sub-blocks; none is added or removed"),
         class_="headline",
     )
 
@@ -113,7 +112,7 @@ def _table(plan: Plan) -> ET.Element:
     heads = [element("th", name, scope="col") for name in names]
     for head in heads[-2:]:
         head.set("class", "number")
-    context = f"attention at {CONTEXT:,} tokens of causal context"
+    context = f"attention at {plan.deployment.context:,} tokens of causal context"
     caption = element("caption", f"FLOPs are counted from shapes, forward only, {context}.")
     table = element("table", caption, element("thead", element("tr", *heads)), element("tbody", *rows))
     return element("section", element("h2", "Sub-blocks"), table)
@@ -143,11 +142,3 @@ def _beside(block: PlannedBlock) -> list[ET.Element]:
     return [
         element("div", f"{name}: {', '.join(map(short_path, under)) or 'nothing'}") for name, under in trips
     ]
-
-
-def _short(number: float, unit: str) -> str:
-    """12345678 as "12.3 M"."""
-    for factor, letter in ((1e12, "T"), (1e9, "G" if unit else "B"), (1e6, "M"), (1e3, "k")):
-        if number >= 0.9995 * factor:  # so that 999,999 is 1 M and not 1e+03 k
-            return f"{number / factor:.3g} {letter}{unit}"
-    return f"{number:g} {unit}".strip()

@@ -8,24 +8,11 @@ from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
 
-from fxskip.schedule.costs import CONTEXT, Costs
-from fxskip.wiring import Connection, ModelWiring, SubBlock
-
-
-@dataclass(frozen=True)
-class Window:
-    """Which sub-blocks can run while a block's communication is under way, by module path.
-
-    Under expert parallelism a MoE block sends tokens before its experts (dispatch) and gets them back after
-    (combine); under tensor parallelism every block ends in an all-reduce, which is its combine.
-    """
-
-    dispatch_under: tuple[str, ...]
-    """Blocks between the last write that this block waits for and the block itself."""
-    combine_under: tuple[str, ...]
-    """Blocks between this block and the first one that needs what it leaves to a collective."""
-    dispatch_flops_per_token: float
-    combine_flops_per_token: float
+from fxskip.planning.window import LayerWindow, Window, exposed, layer_windows, window
+from fxskip.schedule.costs import Costs
+from fxskip.schedule.roofline import Deployment, Transfer, Work, transfers, work
+from fxskip.spec import Spec
+from fxskip.wiring import Connection, ModelWiring, SubBlock, connect
 
 
 @dataclass(frozen=True)
@@ -46,7 +33,39 @@ class PlannedBlock:
     refused: str | None
     """Why the rule that selects it, or a part of that rule, changes nothing here; None where all of it applies."""
     costs: Costs
+    work: tuple[Work, ...]
+    """Its parts on one rank, estimated."""
+    transfers: tuple[Transfer, ...]
+    """Its collectives as one rank sees them, estimated."""
     window: Window
+
+    @property
+    def est_us(self) -> float:
+        """Estimated microseconds of compute on one rank."""
+        return sum(part.est_us for part in self.work)
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Parameters outside of the sub-blocks."""
+
+    total: int
+    """Embedding, head, final norm and whatever else there is."""
+    head: int
+    """Of the matrix that makes the logits, also where it is the embedding table."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward pass through the decoder layers on one rank, in estimated microseconds."""
+
+    compute_us: float
+    communication_us: float
+    """Of all collectives, one after the other."""
+    exposed_before_us: float
+    """Part of them that no compute can hide in the original wiring."""
+    exposed_after_us: float
+    """The same in the planned wiring."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +78,27 @@ class Plan:
     """Most streams that cross the border of two layers; 1 is the original."""
     wiring_hash: str
     blocks: tuple[PlannedBlock, ...]
+    deployment: Deployment
+    """What the estimates are for."""
+    layers: tuple[LayerWindow, ...]
+    """Equation (9) of each layer that exchanges tokens, estimated."""
+    forward: Forward
+    rest: Rest
+
+    @property
+    def parameters(self) -> int:
+        """All parameters of the model."""
+        return sum(block.costs.parameters for block in self.blocks) + self.rest.total
+
+    @property
+    def active_parameters(self) -> float:
+        """Parameters that one token meets. The head counts; the embedding table, of which it reads a row, does not."""
+        return sum(block.costs.active_parameters for block in self.blocks) + self.rest.head
+
+    @property
+    def flops_per_token(self) -> float:
+        """Forward only, the head included."""
+        return sum(block.costs.flops_per_token for block in self.blocks) + 2 * self.rest.head
 
     @property
     def rewired(self) -> int:
@@ -72,8 +112,26 @@ class Plan:
 
     def to_json(self) -> str:
         """All of it as JSON text."""
+        deployment = asdict(self.deployment) | {"hardware": self.deployment.hardware.model_dump()}
+        blocks = [
+            asdict(b)
+            | {"est_us": b.est_us}
+            | {
+                "costs": asdict(b.costs)
+                | {"parameters": b.costs.parameters, "flops_per_token": b.costs.flops_per_token}
+            }
+            for b in self.blocks
+        ]
+        layers = [
+            asdict(w) | {"exchange_us": w.exchange_us, "room_us": w.room_us, "margin_us": w.margin_us}
+            for w in self.layers
+        ]
+        totals = {
+            name: getattr(self, name)
+            for name in ("rewired", "parameters", "active_parameters", "flops_per_token")
+        }
         return json.dumps(
-            asdict(self) | {"rewired": self.rewired, "attention_context_tokens": CONTEXT}, indent=2
+            asdict(self) | totals | {"deployment": deployment, "blocks": blocks, "layers": layers}, indent=2
         )
 
     def to_html(self, path: str | PathLike[str]) -> Path:
@@ -86,9 +144,18 @@ class Plan:
 
 
 def make_plan(
-    model: str, spec: str, wiring: ModelWiring, blocks: Sequence[SubBlock], costs: Sequence[Costs]
+    model: str,
+    spec: str,
+    wiring: ModelWiring,
+    blocks: Sequence[SubBlock],
+    costs: Sequence[Costs],
+    deployment: Deployment,
+    rest: Rest,
 ) -> Plan:
-    """Put wiring and costs of each sub-block together."""
+    """Put wiring, costs and estimates of each sub-block together."""
+    original = connect(Spec(fxskip=1), blocks).connections
+    works = [work(c, deployment) for c in costs]
+    moves = [transfers(b.kind, c, deployment) for b, c in zip(blocks, costs, strict=True)]
     rows = tuple(
         PlannedBlock(
             layer=c.block.layer,
@@ -100,12 +167,22 @@ def make_plan(
             rule=c.rule,
             refused=c.note or None if c.rule is not None else None,
             costs=costs[i],
-            window=_window(wiring.connections, i, costs),
+            work=works[i],
+            transfers=moves[i],
+            window=window(wiring.connections, i, costs),
         )
         for i, c in enumerate(wiring.connections)
     )
+    before, after = (exposed(c, works, moves) for c in (original, wiring.connections))
+    layers = layer_windows(wiring.connections, works, moves, before, after)
+    forward = Forward(
+        sum(part.est_us for parts in works for part in parts),
+        sum(move.est_us for block in moves for move in block),
+        sum(before.values()),
+        sum(after.values()),
+    )
     streams = max(len(region.inputs) for region in wiring.regions)
-    return Plan(model, spec, streams, wiring.digest(), rows)
+    return Plan(model, spec, streams, wiring.digest(), rows, deployment, layers, forward, rest)
 
 
 def _reads(connection: Connection, blocks: Sequence[SubBlock]) -> str:
@@ -115,32 +192,3 @@ def _reads(connection: Connection, blocks: Sequence[SubBlock]) -> str:
     for write, addend in connection.lacks:
         parts.append(f"{addend} of layer {blocks[write - 1].layer}")
     return "stream without " + ", ".join(parts)
-
-
-def _window(connections: Sequence[Connection], index: int, costs: Sequence[Costs]) -> Window:
-    own = connections[index]
-    unseen = {write for write in range(1, own.write) if not _sees(own, write, connections)}
-    last_seen = max((w for w in range(1, own.write) if w not in unseen), default=0)
-    readers = (c.write for c in connections if c.write > own.write and _sees_travelling(c, own))
-    first_reader = next(readers, len(connections) + 1)
-    before = range(last_seen, own.write - 1)
-    after = range(own.write, first_reader - 1)
-    return Window(
-        tuple(connections[i].block.path for i in before),
-        tuple(connections[i].block.path for i in after),
-        sum(costs[i].flops_per_token for i in before),
-        sum(costs[i].flops_per_token for i in after),
-    )
-
-
-def _sees(reader: Connection, write: int, connections: Sequence[Connection]) -> bool:
-    """Whether the block sees any addend of an earlier write."""
-    addends = connections[write - 1].block.addends
-    return any((write, addend) not in reader.lacks for addend in addends)
-
-
-def _sees_travelling(reader: Connection, writer: Connection) -> bool:
-    """Whether a later block needs what the writer's collective delivers: the routed addend, or all of it."""
-    addends = writer.block.addends
-    travelling = ("routed",) if "routed" in addends else addends
-    return any((writer.write, addend) not in reader.lacks for addend in travelling)

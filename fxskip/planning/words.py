@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fxskip import wiring
 from fxskip.planning.plan import Plan, PlannedBlock
+from fxskip.schedule.roofline import Deployment
 
 KINDS = {"moe": "MoE", "dense": "dense MLP"}
 ADDENDS = {"routed": "routed experts", "shared": "shared experts"}
@@ -63,3 +64,27 @@ def short_path(block_path: str) -> str:
 def span(layers: Sequence[int]) -> str:
     """[0, 1, 2, 5] as "layers 0–2, 5"."""
     return f"layer{'s' if len(layers) > 1 else ''} {wiring.span(layers, dash='–')}"
+
+
+def short(number: float, unit: str, digits: int = 3) -> str:
+    """12345678 as "12.3 M"."""
+    for factor, letter in ((1e12, "T"), (1e9, "G" if unit else "B"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * factor:  # so that 999,999 is 1 M and not 1e+03 k
+            return f"{number / factor:#.{digits}g}".rstrip(".") + f" {letter}{unit}"
+    return f"{number:.{digits}g} {unit}".strip()
+
+
+def milliseconds(us: float) -> str:
+    """1234567 as "1235 ms"."""
+    return f"{us / 1e3:.{1 if us < 1e5 else 0}f} ms"
+
+
+def deployed(deployment: Deployment) -> str:
+    """What estimates are for, in one line."""
+    d = deployment
+    assumed = " (assumed: one domain)" if d.assumed else ""
+    exchange = "" if d.exchange == "all_to_all" else f" ({d.exchange})"
+    return (
+        f"{d.hardware.name}, {d.dtype}, {d.tokens} tokens a rank, sequences of {d.context}, "
+        f"experts over {d.expert} ranks{exchange}{assumed}, other matrices over {d.tensor}"
+    )

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from fxskip.planning import Plan, make_plan, page, pictures
+from fxskip.planning import Plan, Rest, make_plan, page, pictures
 from fxskip.planning.fold import fold
-from fxskip.schedule.costs import Costs
+from fxskip.schedule.costs import Costs, Part
+from fxskip.schedule.hardware import load_hardware
+from fxskip.schedule.roofline import Deployment
 from fxskip.spec import load_spec
 from fxskip.wiring import SubBlock, connect
 from tests.strict_html import StrictHtml
@@ -39,10 +41,17 @@ def plan(spec: str, outputs: Sequence[tuple[str, ...]] = DEEPSEEK) -> Plan:
             SubBlock(layer, "attention", f"model.layers.{layer}.self_attn", ("attention",)),
             SubBlock(layer, kind, f"model.layers.{layer}.mlp", adds),
         ]
-    costs = [Costs(1000 + i, 2e6 + i, 2, 256) for i in range(len(blocks))]
-    return make_plan(
-        "TinyForCausalLM", spec, connect(load_spec(SPECS.get(spec, spec)), blocks), blocks, costs
-    )
+    costs = [costs_of(block) for block in blocks]
+    deployment = Deployment(load_hardware("h200"), "bfloat16", 4096, 4096, 8, "all_to_all", 1)
+    wiring = connect(load_spec(SPECS.get(spec, spec)), blocks)
+    return make_plan("TinyForCausalLM", spec, wiring, blocks, costs, deployment, Rest(total=5000, head=2000))
+
+
+def costs_of(block: SubBlock) -> Costs:
+    if block.kind != "moe":
+        return Costs((Part(block.kind, 1000, 2e6, 512.0, 3),), 64)
+    names = ("gate", *sorted(block.addends))
+    return Costs(tuple(Part(name, 800, 1e6, 512.0, 3) for name in names), 64, experts=8, experts_per_token=2)
 
 
 @pytest.mark.parametrize("spec", ["farskip", "identity", "far-back"])

@@ -158,8 +158,8 @@ def test_flops_and_bytes_are_those_of_the_matrix_products(model, plan_of):
     router = d * c.n_routed_experts
     assert moe_plan.costs.flops_per_token == 2 * (3 * experts * d * c.moe_intermediate_size + router)
     assert moe_plan.costs.experts_per_token == c.num_experts_per_tok
-    assert moe_plan.costs.exchange_bytes_per_token == c.num_experts_per_tok * d * 4  # fp32
-    assert dense_plan.costs.exchange_bytes_per_token == attention_plan.costs.exchange_bytes_per_token == 0
+    assert (moe_plan.costs.experts, moe_plan.costs.hidden_size) == (c.n_routed_experts, d)
+    assert dense_plan.costs.experts_per_token == attention_plan.costs.experts_per_token == 0
 
 
 def test_flops_of_grouped_query_attention():
@@ -214,7 +214,8 @@ def test_a_config_is_enough(model, plan_of):
     for one, other in zip(from_config.blocks, from_model.blocks, strict=True):
         assert (one.path, one.without, one.window) == (other.path, other.without, other.window)
         assert one.costs.parameters == other.costs.parameters
-        assert one.costs.exchange_bytes_per_token * 2 == other.costs.exchange_bytes_per_token  # bf16, fp32
+        assert [m.domain_bytes * 2 for m in one.transfers] == [m.domain_bytes for m in other.transfers]
+    assert (from_config.deployment.dtype, from_model.deployment.dtype) == ("bfloat16", "float32")
 
 
 def test_a_config_of_a_model_too_large_for_memory():

@@ -1,0 +1,148 @@
+"""Estimated times on one rank: of compute by the roofline, of collectives by volume over bandwidth.
+
+    part of a sub-block   max(FLOPs / reachable FLOP/s, bytes / reachable bytes/s) + kernels x time of a start
+    collective            max over both kinds of link of (bytes sent / reachable bytes/s) + time of a start
+
+One forward pass, all sequences from their start (training, prefill), tokens routed to all experts alike. Not
+modelled: contention between the two, skew between ranks, and the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fxskip.schedule.costs import Costs, Part
+from fxskip.schedule.hardware import BYTES, Hardware, MatrixType
+
+Exchange = Literal["all_to_all", "all_reduce"]
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What the estimates are for. Ranks of a tensor group are neighbours and hold the same tokens."""
+
+    hardware: Hardware
+    dtype: MatrixType
+    """Of weights, activations and what travels."""
+    tokens: int
+    """On each rank, in one forward pass."""
+    context: int
+    """Tokens of one sequence."""
+    expert: int
+    """Ranks that the routed experts are spread over."""
+    exchange: Exchange
+    """all_to_all: each rank of the expert group has tokens of its own; all_reduce: all have the same."""
+    tensor: int
+    """Ranks that attention, dense MLPs and shared experts are cut over."""
+    assumed: bool = False
+    """Nobody gave the expert size: it is that of one domain."""
+
+    @property
+    def own_tokens(self) -> float:
+        """Tokens that this rank routes: in an all_to_all the ranks of a tensor group share theirs out."""
+        return self.tokens / self.tensor if self.exchange == "all_to_all" else self.tokens
+
+    @property
+    def bytes(self) -> int:
+        """Of one element."""
+        return BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one part of a sub-block does on one rank in one forward pass."""
+
+    name: str
+    flops: float
+    weight_bytes: float
+    """Each weight once. Of routed experts those that get a token, on average."""
+    activation_bytes: float
+    est_us: float
+    bound: Literal["compute", "memory"]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A collective, as one rank sees it: the bytes that it sends to other ranks."""
+
+    name: Literal["dispatch", "combine", "all-reduce"]
+    domain_bytes: float
+    """Over the links inside a domain."""
+    network_bytes: float
+    est_us: float
+
+
+def work(costs: Costs, deployment: Deployment) -> tuple[Work, ...]:
+    """The parts of a sub-block on one rank."""
+    return tuple(_work(part, costs, deployment) for part in costs.parts)
+
+
+def _work(part: Part, costs: Costs, deployment: Deployment) -> Work:
+    hardware = deployment.hardware
+    if part.name == "routed":
+        group = deployment.own_tokens * (deployment.expert if deployment.exchange == "all_to_all" else 1)
+        touched = 1 - (1 - costs.experts_per_token / costs.experts) ** group
+        tokens, share = group / deployment.expert, touched / deployment.expert
+    elif part.name == "gate":
+        tokens, share = deployment.own_tokens, 1.0
+    else:
+        tokens, share = deployment.tokens / deployment.tensor, 1 / deployment.tensor
+    flops = tokens * part.flops_per_token
+    weights = part.parameters * share * deployment.bytes
+    activations = tokens * part.activations_per_token * deployment.bytes
+    compute_s = flops / hardware.matrix_flop_per_s[deployment.dtype].per_s
+    memory_s = (weights + activations) / hardware.hbm_bytes_per_s.per_s
+    est_us = 1e6 * (max(compute_s, memory_s) + part.kernels * hardware.kernel_start_s.value)
+    bound: Literal["compute", "memory"] = "compute" if compute_s >= memory_s else "memory"
+    return Work(part.name, flops, weights, activations, est_us, bound)
+
+
+def transfers(kind: str, costs: Costs, deployment: Deployment) -> tuple[Transfer, ...]:
+    """The collectives of a sub-block of that kind; none where all groups have one rank."""
+    found = []
+    if kind == "moe" and deployment.expert > 1:
+        found += _exchange(costs, deployment)
+    if deployment.tensor > 1 and any(part.name not in ("gate", "routed") for part in costs.parts):
+        found.append(_reduction("all-reduce", deployment.tensor, costs, deployment))
+    return tuple(found)
+
+
+def _exchange(costs: Costs, deployment: Deployment) -> list[Transfer]:
+    """What routed experts on several ranks cost."""
+    if deployment.exchange == "all_reduce":
+        return [_reduction("combine", deployment.expert, costs, deployment)]
+    size, gpus = deployment.expert, deployment.hardware.domain.gpus
+    row = costs.hidden_size * deployment.bytes
+    sent = deployment.own_tokens * costs.experts_per_token * row
+    near = min(size, max(1, gpus // deployment.tensor))  # ranks of the group in one domain, this one included
+    domain, network = sent * (near - 1) / size, sent * (size - near) / size
+    # Ranks of a tensor group routed a share of their tokens each, and all of them need all results.
+    gathered = deployment.tokens * row * (1 - 1 / deployment.tensor)
+    return [
+        _transfer("dispatch", domain, network, near, deployment.hardware),
+        _transfer("combine", domain + gathered, network, max(near, deployment.tensor), deployment.hardware),
+    ]
+
+
+def _reduction(
+    name: Literal["combine", "all-reduce"], size: int, costs: Costs, deployment: Deployment
+) -> Transfer:
+    """A ring all-reduce of one output for each token: every rank sends 2 (size - 1) / size of it."""
+    sent = 2 * (size - 1) / size * deployment.tokens * costs.hidden_size * deployment.bytes
+    if size <= deployment.hardware.domain.gpus:
+        return _transfer(name, sent, 0.0, size, deployment.hardware)
+    return _transfer(name, 0.0, sent, 1, deployment.hardware)  # the ring is as fast as its slowest link
+
+
+def _transfer(
+    name: Literal["dispatch", "combine", "all-reduce"],
+    domain_bytes: float,
+    network_bytes: float,
+    near: int,
+    hardware: Hardware,
+) -> Transfer:
+    domain_s = domain_bytes / hardware.domain.bytes_per_s(near) if domain_bytes else 0.0
+    network_s = network_bytes / hardware.network.link_bytes_per_s.per_s
+    est_us = 1e6 * (max(domain_s, network_s) + hardware.collective_start_s.value)
+    return Transfer(name, domain_bytes, network_bytes, est_us)
