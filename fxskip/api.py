@@ -21,10 +21,11 @@ from fxskip.ir import with_streams
 from fxskip.passes.sub_blocks import sub_blocks
 from fxskip.pipeline import analyse, rewire
 from fxskip.planning import Plan, Rest, make_plan
-from fxskip.planning.deployment import TOKENS, Wishes, deployment
+from fxskip.planning.deployment import DEFAULT_HARDWARE, TOKENS, Wishes, deployment
 from fxskip.schedule.attention_span import attended_in
 from fxskip.schedule.costs import CONTEXT, Costs, block_costs
-from fxskip.schedule.hardware import Hardware, MatrixType
+from fxskip.schedule.hardware import Hardware, MatrixType, load_hardware
+from fxskip.schedule.roofline import CopiesPer
 from fxskip.spec import Spec, load_spec
 from fxskip.wiring import ModelWiring, SubBlock, connect
 
@@ -71,12 +72,13 @@ def plan(
     model: nn.Module | PreTrainedConfig,
     spec: SpecSource,
     *,
-    hardware: str | PathLike[str] | Hardware = "h200",
+    hardware: str | PathLike[str] | Hardware = DEFAULT_HARDWARE,
     tokens_per_rank: int = TOKENS,
     context_tokens: int = CONTEXT,
     expert_size: int | None = None,
     tensor_size: int | None = None,
     dtype: MatrixType | None = None,
+    copies_per: CopiesPer = "expert",
 ) -> Plan:
     """Say what `transform` would do, without doing it, and estimate what that is worth on given hardware.
 
@@ -90,11 +92,15 @@ def plan(
             the spec has none, one domain of the hardware (8 GPUs), and the plan says so.
         tensor_size: ranks that attention, dense MLPs and shared experts are cut over; by default the spec's, or 1.
         dtype: type of weights, activations and what travels; by default the model's, bfloat16 for a config.
+        copies_per: whether a token crosses the network for each "expert" (a plain all-to-all) or once for each other
+            "domain" that holds some of its experts, which passes it on (as DeepEP does).
 
     Raises what `transform` raises for the spec and the architecture, and SpecError for hardware and sizes.
     """
     loaded = load_spec(spec)
-    wishes = Wishes(hardware, tokens_per_rank, context_tokens, expert_size, tensor_size, dtype)
+    wishes = Wishes(
+        load_hardware(hardware), tokens_per_rank, context_tokens, expert_size, tensor_size, dtype, copies_per
+    )
     analysis = _analyse_stock(
         "plan", _without_weights(model) if isinstance(model, PreTrainedConfig) else model, context_tokens
     )
@@ -118,7 +124,7 @@ def explain(student: nn.Module) -> Plan:
             where=type(student).__name__,
             hint="a layer or the config was replaced after the transform; transform the original model again",
         )
-    return analysis.plan(spec, wiring, Wishes())
+    return analysis.plan(spec, wiring, Wishes(load_hardware(DEFAULT_HARDWARE)))
 
 
 def spec_of(student: nn.Module) -> Spec:

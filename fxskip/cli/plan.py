@@ -19,6 +19,13 @@ class PlannedDtype(StrEnum):
     float8 = "float8"
 
 
+class Copies(StrEnum):
+    """What a token crosses the network for."""
+
+    expert = "expert"
+    domain = "domain"
+
+
 def plan(
     model: Annotated[
         Path,
@@ -51,6 +58,10 @@ def plan(
         PlannedDtype | None,
         typer.Option(help="Type of weights, activations and what travels. Default: bfloat16."),
     ] = None,
+    copies_per: Annotated[
+        Copies,
+        typer.Option(help="A token crosses the network once for each expert, or once for each other domain."),
+    ] = Copies.expert,
     html: Annotated[
         Path | None,
         typer.Option(
@@ -86,6 +97,7 @@ def plan(
             expert_size=ep,
             tensor_size=tp,
             dtype=dtype.value if dtype else None,
+            copies_per=copies_per.value,
         )
         if html is not None:
             note(f"written: {result.to_html(html)}")

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from os import PathLike
 from typing import get_args
 
 from fxskip.errors import SpecError
 from fxskip.schedule.costs import CONTEXT, Costs
-from fxskip.schedule.hardware import Hardware, MatrixType, load_hardware
-from fxskip.schedule.roofline import Deployment
+from fxskip.schedule.hardware import Hardware, MatrixType
+from fxskip.schedule.roofline import CopiesPer, Deployment, Exchange
 from fxskip.spec import Spec
 
+DEFAULT_HARDWARE = "h200"
+"""What estimates are for unless the caller says otherwise."""
 TOKENS = 4096
 """Tokens of a rank unless the caller says otherwise."""
 
@@ -22,12 +23,26 @@ TOKENS = 4096
 class Wishes:
     """What the caller of `plan` asked for; None leaves it to the spec, the model or a default."""
 
-    hardware: str | PathLike[str] | Hardware = "h200"
+    hardware: Hardware
     tokens_per_rank: int = TOKENS
     context_tokens: int = CONTEXT
     expert_size: int | None = None
     tensor_size: int | None = None
     dtype: MatrixType | None = None
+    copies_per: CopiesPer = "expert"
+
+    def __post_init__(self) -> None:
+        """Raises SpecError for values that mean nothing, before a model is captured for them."""
+        for name in ("tokens_per_rank", "context_tokens", "expert_size", "tensor_size"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise SpecError("plan", f"{name} is {value!r}", hint="write a whole number of 1 or more")
+        if self.copies_per not in get_args(CopiesPer):
+            raise SpecError(
+                "plan",
+                f"copies_per is {self.copies_per!r}",
+                hint=f"write one of {', '.join(get_args(CopiesPer))}",
+            )
 
 
 def deployment(wishes: Wishes, spec: Spec, costs: Sequence[Costs], *, dtype: str, heads: int) -> Deployment:
@@ -35,44 +50,42 @@ def deployment(wishes: Wishes, spec: Spec, costs: Sequence[Costs], *, dtype: str
 
     Raises SpecError for sizes that do not divide what they are to spread, and for a type without a figure.
     """
-    hardware = load_hardware(wishes.hardware)
-    for name in ("tokens_per_rank", "context_tokens", "expert_size", "tensor_size"):
-        value = getattr(wishes, name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise SpecError("plan", f"{name} is {value!r}", hint="write a whole number of 1 or more")
-    kind = wishes.dtype or dtype
-    if kind not in hardware.matrix_flop_per_s:
-        known = ", ".join(hardware.matrix_flop_per_s)
-        raise SpecError(
-            "plan",
-            f"{hardware.name} has no figure for matrix products in {kind}",
-            hint=f"pass dtype= one of {known}, or add the figure to a copy of the hardware file",
-        )
-    assert kind in get_args(MatrixType)
+    hardware = wishes.hardware
     experts = math.gcd(*(c.experts for c in costs if c.experts))
-    expert, exchange, assumed = wishes.expert_size, "all_to_all", False
-    if spec.parallel is not None and spec.parallel.expert is not None:
-        exchange = spec.parallel.expert.exchange
-        expert = expert or spec.parallel.expert.size
+    axes = spec.parallel
+    exchange: Exchange = axes.expert.exchange if axes and axes.expert else "all_to_all"
+    expert = wishes.expert_size or (axes.expert.size if axes and axes.expert else None)
+    # A spec that names a mesh means it; without one, an exchange inside one domain is what most people have.
+    assumed = expert is None and axes is None
     if expert is None:
-        # A spec that names its mesh means it; without one, an exchange inside one domain is what people have first.
-        assumed = spec.parallel is None
         expert = math.gcd(hardware.domain.gpus, experts) if assumed else 1
-    if experts % expert:
-        raise SpecError(
-            "plan",
-            f"{expert} ranks cannot share {experts} experts evenly",
-            hint=f"write an expert size that divides {experts}",
-        )
-    tensor = wishes.tensor_size
-    if tensor is None:
-        tensor = spec.parallel.tensor.size if spec.parallel and spec.parallel.tensor else 1
-    if heads % tensor:
-        raise SpecError(
-            "plan",
-            f"{tensor} ranks cannot share {heads} attention heads evenly",
-            hint=f"write a tensor size that divides {heads}",
-        )
+    tensor = wishes.tensor_size or (axes.tensor.size if axes and axes.tensor else 1)
+    for size, shared, name in ((expert, experts, "experts"), (tensor, heads, "attention heads")):
+        if shared % size:
+            raise SpecError(
+                "plan",
+                f"{size} ranks cannot share {shared} {name} evenly",
+                hint=f"write a size that divides {shared}",
+            )
     return Deployment(
-        hardware, kind, wishes.tokens_per_rank, wishes.context_tokens, expert, exchange, tensor, assumed
+        hardware,
+        _matrix_type(wishes.dtype or dtype, hardware),
+        wishes.tokens_per_rank,
+        wishes.context_tokens,
+        expert,
+        exchange,
+        tensor,
+        wishes.copies_per,
+        assumed,
+    )
+
+
+def _matrix_type(name: str, hardware: Hardware) -> MatrixType:
+    for known in hardware.matrix_flop_per_s:
+        if known == name:
+            return known
+    raise SpecError(
+        "plan",
+        f"{hardware.name} has no figure for matrix products in {name}",
+        hint=f"pass dtype= one of {', '.join(hardware.matrix_flop_per_s)}, or add it to a copy of the hardware file",
     )

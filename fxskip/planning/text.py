@@ -8,7 +8,7 @@ from rich.table import Table
 from fxskip.planning.fold import Fold, fold
 from fxskip.planning.plan import Plan, PlannedBlock
 from fxskip.planning.window import LayerWindow
-from fxskip.planning.words import deployed, milliseconds, short, short_path, span
+from fxskip.planning.words import deployed, milliseconds, short, span, transfer_words, verdict
 
 WIDTH = 150
 _WINDOW = (
@@ -87,7 +87,7 @@ def _add_row(table: Table, block: PlannedBlock) -> None:
         short(sum(w.weight_bytes for w in block.work), "B"),
         short(sum(w.activation_bytes for w in block.work), "B"),
         f"{block.est_us:.0f}",
-        "; ".join(_communication(block)) or "-",
+        "; ".join(transfer_words(block)) or "-",
     )
 
 
@@ -95,18 +95,6 @@ def _repeats(found: Fold) -> str:
     rest = range(found.drawn_layers.stop, found.layers.stop)
     like = found.drawn_layers[-found.period :]
     return f"{span(rest)}: as {span(like)}" + (" in turn" if found.period > 1 else "")
-
-
-def _communication(block: PlannedBlock) -> list[str]:
-    parts = []
-    for transfer in block.transfers:
-        under = block.window.dispatch_under if transfer.name == "dispatch" else block.window.combine_under
-        own = block.kind == "moe" and transfer.name == "all-reduce"
-        names = ["its routed experts"] if own else list(map(short_path, under))
-        beside = f" beside {', '.join(names)}" if names else ""
-        volume = short(transfer.domain_bytes + transfer.network_bytes, "B")
-        parts.append(f"{transfer.name} {volume}{beside}")
-    return parts
 
 
 def _window_table(plan: Plan, folds: list[Fold]) -> Table:
@@ -119,30 +107,32 @@ def _window_table(plan: Plan, folds: list[Fold]) -> Table:
     table.add_column("verdict")
     table.add_column("exposed before", justify="right")
     table.add_column("exposed after", justify="right")
-    drawn = {layer for found in folds for layer in found.drawn_layers}
-    for row in plan.layers:
-        if row.layer in drawn:
-            _add_window(table, row)
+    rows = {row.layer: row for row in plan.layers}
+    for found in folds:
+        for layer in found.drawn_layers:
+            if layer in rows:
+                _add_window(table, rows[layer])
+        if found.times > found.drawn and rows.keys() & set(found.layers):
+            table.add_row("...", *[""] * 7, _repeats(found))
     return table
 
 
 def _add_window(table: Table, row: LayerWindow) -> None:
     numbers = (row.dispatch_us, row.combine_us, row.layer_us, row.routed_us, row.gate_us)
     sides = (row.exchange_us, row.room_us)
-    verdict = f"{'fits' if row.margin_us >= 0 else 'short'} by {abs(row.margin_us):.0f} us"
     table.add_row(
         str(row.layer),
         *(f"{us:.0f}" for us in (*numbers, *sides)),
-        verdict,
+        verdict(row),
         *(f"{us:.0f}" for us in (row.exposed_before_us, row.exposed_after_us)),
     )
 
 
 def _legend(plan: Plan) -> str:
     lines = [
-        "FLOPs and bytes are counted from shapes, forward only, attention causal; weights and activ(ations) are what one",
-        "rank reads and writes. Times are estimated from them by a roofline, all experts equally loaded, and leave out",
-        "contention: nothing was timed. beside: what does not have to wait for it; a MoE's shared experts never do.",
+        "FLOPs and bytes are counted from shapes, forward only, attention causal; weights and activ(ations) are what",
+        "one rank reads and writes. Times are estimated from them by a roofline, all experts equally loaded, without",
+        "contention; nothing was timed. beside: what does not have to wait for it; a MoE's shared experts never do.",
     ]
     if plan.layers:
         lines.append(

@@ -5,11 +5,12 @@ Equation (9) of the FarSkip paper asks of every MoE layer
     T_dispatch + T_combine <= T_layer - (T_routed + T_gate)
 
 that what does not depend on the exchange is at least as long as the exchange. Which of that compute may really
-run beside a given collective is a matter of the wiring; `hidden` gives each piece of compute to one collective.
+run beside a given collective is a matter of the wiring; `exposed` gives each piece of compute to one collective.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,7 +47,7 @@ class LayerWindow:
     routed_us: float
     gate_us: float
     exposed_before_us: float
-    """Part of the exchange that nothing can hide in the original wiring."""
+    """Piece of the exchange that nothing can hide in the original wiring."""
     exposed_after_us: float
     """The same in the planned wiring."""
 
@@ -99,6 +100,10 @@ def _sees_travelling(reader: Connection, writer: Connection) -> bool:
     return any((writer.write, addend) not in reader.lacks for addend in travelling)
 
 
+Piece = tuple[int, str]
+"""A piece of compute: a block's position and the name of its part."""
+
+
 @dataclass(frozen=True)
 class _Job:
     """One collective and the compute that may run beside it, in order."""
@@ -108,8 +113,7 @@ class _Job:
     deadline: int
     """Position of the first block that waits for it."""
     us: float
-    beside: tuple[tuple[int, str], ...]
-    """(block, part)."""
+    beside: tuple[Piece, ...]
 
 
 def exposed(
@@ -119,20 +123,70 @@ def exposed(
 ) -> dict[tuple[int, str], float]:
     """Microseconds of each collective, by (block, name), that no compute can hide under this wiring.
 
-    Each part of a sub-block hides one collective at a time. Collectives that are waited for first choose first,
-    and take the earliest compute: since both ends of the spans move on with the blocks, nothing hides more.
+    Compute hides one collective at a time. As much is hidden as can be, and the collectives that are waited for
+    first get the most that they can.
     """
     left = {(i, w.name): w.est_us for i, block in enumerate(works) for w in block}
-    found: dict[tuple[int, str], float] = {}
     jobs = [job for i in range(len(connections)) for job in _jobs(connections, i, works, transfers[i])]
-    for job in sorted(jobs, key=lambda j: (j.deadline, j.block)):
+    jobs.sort(key=lambda job: (job.deadline, job.block))
+    used: dict[Piece, dict[_Job, float]] = {part: {} for part in left}
+    found: dict[tuple[int, str], float] = {}
+    for job in jobs:
         need = job.us
-        for part in job.beside:
-            used = min(need, left[part])
-            left[part] -= used
-            need -= used
-        found[job.block, job.name] = need
+        while need > _NOTHING and (path := _path_to_free_compute(job, left, used)):
+            need -= _move_along(path, need, left, used)
+        found[job.block, job.name] = max(0.0, need)
     return found
+
+
+_NOTHING = 1e-6
+"""Microseconds that are rounding."""
+
+
+def _path_to_free_compute(
+    job: _Job, left: dict[Piece, float], used: dict[Piece, dict[_Job, float]]
+) -> list[tuple[_Job, Piece]]:
+    """Shortest chain of (collective, compute that it would take); all but the last compute is taken from the next
+    collective in the chain, which has another choice. Augmenting paths of a maximum flow."""
+    came: dict[Piece, tuple[_Job, Piece | None]] = {}
+    queue: deque[tuple[_Job, Piece | None]] = deque([(job, None)])
+    while queue:
+        taker, given_up = queue.popleft()
+        for part in taker.beside:
+            if part in came:
+                continue
+            came[part] = (taker, given_up)
+            if left[part] > _NOTHING:
+                return _chain(part, came)
+            queue.extend((other, part) for other, us in used[part].items() if us > _NOTHING)
+    return []
+
+
+def _chain(part: Piece, came: dict[Piece, tuple[_Job, Piece | None]]) -> list[tuple[_Job, Piece]]:
+    links = []
+    at: Piece | None = part
+    while at is not None:
+        taker, given_up = came[at]
+        links.append((taker, at))
+        at = given_up
+    return links[::-1]
+
+
+def _move_along(
+    path: list[tuple[_Job, Piece]],
+    need: float,
+    left: dict[Piece, float],
+    used: dict[Piece, dict[_Job, float]],
+) -> float:
+    """Let each collective of the chain take its compute; the microseconds that the first one gains."""
+    givers = [(part, giver) for (_, part), (giver, _) in zip(path, path[1:], strict=False)]
+    amount = min(need, left[path[-1][1]], *(used[part][giver] for part, giver in givers))
+    for part, giver in givers:
+        used[part][giver] -= amount
+    for taker, part in path:
+        used[part][taker] = used[part].get(taker, 0.0) + amount
+    left[path[-1][1]] -= amount
+    return amount
 
 
 def _jobs(

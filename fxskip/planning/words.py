@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fxskip import wiring
 from fxskip.planning.plan import Plan, PlannedBlock
+from fxskip.planning.window import LayerWindow
 from fxskip.schedule.roofline import Deployment
 
 KINDS = {"moe": "MoE", "dense": "dense MLP"}
@@ -83,8 +84,29 @@ def deployed(deployment: Deployment) -> str:
     """What estimates are for, in one line."""
     d = deployment
     assumed = " (assumed: one domain)" if d.assumed else ""
-    exchange = "" if d.exchange == "all_to_all" else f" ({d.exchange})"
+    exchange = f" ({d.exchange})" if d.exchange == "all_reduce" else ""
+    exchange += " (a token goes once to each domain)" if d.copies_per == "domain" else ""
     return (
         f"{d.hardware.name}, {d.dtype}, {d.tokens} tokens a rank, sequences of {d.context}, "
         f"experts over {d.expert} ranks{exchange}{assumed}, other matrices over {d.tensor}"
     )
+
+
+def transfer_words(block: PlannedBlock) -> list[str]:
+    """One phrase for each collective of a sub-block: the bytes that a rank sends, and what can run meanwhile."""
+    phrases = []
+    for transfer in block.transfers:
+        under = block.window.dispatch_under if transfer.name == "dispatch" else block.window.combine_under
+        names = list(map(short_path, under))
+        if block.kind == "moe" and transfer.name == "all-reduce":
+            names = ["its routed experts"]
+        beside = f" beside {', '.join(names)}" if names else ""
+        phrases.append(
+            f"{transfer.name} {short(transfer.domain_bytes + transfer.network_bytes, 'B')}{beside}"
+        )
+    return phrases
+
+
+def verdict(row: LayerWindow) -> str:
+    """Whether equation (9) holds for a layer."""
+    return f"{'fits' if row.margin_us >= 0 else 'short'} by {abs(row.margin_us):.0f} us"

@@ -57,6 +57,9 @@ class Costs:
     """Routed experts; 0 without routing."""
     experts_per_token: int = 0
     """Copies of a token that expert parallelism sends away and gets back."""
+    groups: int = 1
+    """Groups of experts that the router chooses between first, as DeepSeek's node-limited routing does."""
+    groups_per_token: int = 1
 
     @property
     def parameters(self) -> int:
@@ -85,12 +88,12 @@ def block_costs(graph: fx.Graph, write: int, *, keys: float = CONTEXT / 2) -> Co
     batch, length, width = (_hint(s) for s in value(anchor).shape[-3:])
     nodes, tokens = list(block_nodes(graph, write)), batch * length
     experts, chosen = _routing(nodes)
+    groups, chosen_groups = _group_choice(nodes, experts)
     parts = _parts(nodes)
     parameters = _parameters(nodes, parts)
     counted: dict[str, list[tuple[float, float]]] = {name: [] for name in dict.fromkeys(parts.values())}
     for node in nodes:
-        rows = chosen if parts[node] == "routed" else None
-        if (work := _work(node, tokens, length, keys, rows)) is not None:
+        if (work := _work(node, parts[node], tokens, length, keys, chosen)) is not None:
             counted[parts[node]].append(work)
     return Costs(
         tuple(
@@ -100,17 +103,33 @@ def block_costs(graph: fx.Graph, write: int, *, keys: float = CONTEXT / 2) -> Co
         width,
         experts,
         chosen,
+        groups,
+        chosen_groups,
     )
+
+
+def _choices(nodes: list[fx.Node]) -> list[tuple[int, int, int]]:
+    """Each top-k of a router: dimensions of what it chooses from, how many there are, how many it takes."""
+    found = []
+    for node in routing_nodes(nodes):
+        if op_name(node) == "topk":
+            scores, chosen = value(node.all_input_nodes[0]), value(node)
+            found.append((scores.dim(), _hint(scores.shape[-1]), _hint(chosen[0].shape[-1])))
+    return found
 
 
 def _routing(nodes: list[fx.Node]) -> tuple[int, int]:
     """Experts there are and experts a token is sent to: what the last top-k chooses from, and how many."""
-    routing = [n for n in routing_nodes(nodes) if op_name(n) == "topk"]
-    if not routing:
-        return 0, 0
-    operand: Any = routing[-1].all_input_nodes[0]
-    chosen: Any = value(routing[-1])
-    return _hint(value(operand).shape[-1]), _hint(chosen[0].shape[-1])
+    choices = _choices(nodes)
+    return choices[-1][1:] if choices else (0, 0)
+
+
+def _group_choice(nodes: list[fx.Node], experts: int) -> tuple[int, int]:
+    """Groups there are and groups a token is sent to: an earlier top-k over [tokens, groups]. One of one otherwise."""
+    for dimensions, there, taken in _choices(nodes)[:-1]:
+        if dimensions == 2 and 1 < there < experts and experts % there == 0:
+            return there, taken
+    return 1, 1
 
 
 def _parts(nodes: list[fx.Node]) -> dict[fx.Node, str]:
@@ -146,11 +165,11 @@ def _parameters(nodes: list[fx.Node], parts: dict[fx.Node, str]) -> dict[str, in
 
 
 def _work(
-    node: fx.Node, tokens: int, length: int, keys: float, routed_rows: int | None
+    node: fx.Node, part: str, tokens: int, length: int, keys: float, chosen: int
 ) -> tuple[float, float] | None:
     """FLOPs and elements moved for each token by one operation; None where it is none that counts.
 
-    `routed_rows`: rows that a product of routed experts has for each token, where the node is one.
+    `chosen`: experts that a token is sent to, the rows for each token of a product in the part `routed`.
     """
     operands = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, fx.Node) and is_tensor(a)]
     tensors = [value(o) for o in operands]
@@ -167,11 +186,11 @@ def _work(
         return None
     left = tensors[1] if name in ("addmm", "baddbmm") else tensors[0]
     inner, outer = _hint(left.shape[-1]), _hint(value(node).shape[-1])
-    if routed_rows is not None:
-        return 2.0 * routed_rows * inner * outer, float(routed_rows * (inner + outer))
+    if part == "routed":
+        return 2.0 * chosen * inner * outer, float(chosen * (inner + outer))
     flops = 2.0 * _numel(node) * inner / tokens
     # Attention that is written out multiplies two tensors [batch, heads, ...]; a projection has its matrix in two.
-    if all(t.dim() == 4 for t in tensors[:2]):
+    if part == "attention" and all(t.dim() == 4 for t in tensors[:2]):
         flops *= keys / length
     activations = [n for n in (*operands, node) if info(n) is not None and not _is_scores(value(n))]
     return flops, sum(map(_numel, activations)) / tokens

@@ -9,6 +9,7 @@ modelled: contention between the two, skew between ranks, and the host.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,11 +17,16 @@ from fxskip.schedule.costs import Costs, Part
 from fxskip.schedule.hardware import BYTES, Hardware, MatrixType
 
 Exchange = Literal["all_to_all", "all_reduce"]
+CopiesPer = Literal["expert", "domain"]
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """What the estimates are for. Ranks of a tensor group are neighbours and hold the same tokens."""
+    """What the estimates are for.
+
+    An expert group and a tensor group are neighbouring ranks each, so that they lie in as few domains as they can.
+    The ranks of a tensor group hold the same tokens.
+    """
 
     hardware: Hardware
     dtype: MatrixType
@@ -35,6 +41,9 @@ class Deployment:
     """all_to_all: each rank of the expert group has tokens of its own; all_reduce: all have the same."""
     tensor: int
     """Ranks that attention, dense MLPs and shared experts are cut over."""
+    copies_per: CopiesPer = "expert"
+    """What a token crosses the network for in an all_to_all: each of its experts on another domain (a plain
+    all-to-all), or each other domain that holds some of them, whose GPUs pass it on (as DeepEP does)."""
     assumed: bool = False
     """Nobody gave the expert size: it is that of one domain."""
 
@@ -115,14 +124,35 @@ def _exchange(costs: Costs, deployment: Deployment) -> list[Transfer]:
     size, gpus = deployment.expert, deployment.hardware.domain.gpus
     row = costs.hidden_size * deployment.bytes
     sent = deployment.own_tokens * costs.experts_per_token * row
-    near = min(size, max(1, gpus // deployment.tensor))  # ranks of the group in one domain, this one included
+    near = min(size, gpus)  # ranks of the group in one domain, this one included
     domain, network = sent * (near - 1) / size, sent * (size - near) / size
+    if deployment.copies_per == "domain" and near < size:
+        reached = domains_of_a_token(costs, domains := size / near)
+        network = deployment.own_tokens * row * reached * (1 - 1 / domains)
+        domain = sent * (near - 1) / near  # what arrives in a domain is passed on there
     # Ranks of a tensor group routed a share of their tokens each, and all of them need all results.
     gathered = deployment.tokens * row * (1 - 1 / deployment.tensor)
     return [
         _transfer("dispatch", domain, network, near, deployment.hardware),
         _transfer("combine", domain + gathered, network, max(near, deployment.tensor), deployment.hardware),
     ]
+
+
+def domains_of_a_token(costs: Costs, domains: float) -> float:
+    """How many domains hold some of the experts that a token is sent to, on average, all choices being equally likely.
+
+    Experts lie in order, so that groups of experts share domains, or a group fills some. Within the chosen groups
+    the experts are taken as independent.
+    """
+    groups, chosen, experts = costs.groups, costs.groups_per_token, costs.experts_per_token
+    if groups <= domains:  # each group fills domains / groups domains
+        return chosen * (domains / groups) * (1 - (1 - groups / (chosen * domains)) ** experts)
+    own = round(groups / domains)  # groups in one domain
+    hit = 0.0
+    for number in range(1, min(own, chosen) + 1):
+        ways = math.comb(own, number) * math.comb(groups - own, chosen - number)
+        hit += ways / math.comb(groups, chosen) * (1 - (1 - number / chosen) ** experts)
+    return domains * hit
 
 
 def _reduction(

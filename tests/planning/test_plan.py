@@ -183,6 +183,75 @@ def test_json_holds_everything(plan_of):
     assert under == [b.window.combine_under for b in plan.blocks]
 
 
+def test_one_process_has_no_communication_to_hide(model):
+    alone = fxskip.plan(model, "farskip", expert_size=1)
+    assert alone.layers == () and not any(block.transfers for block in alone.blocks)
+    assert (alone.forward.communication_us, alone.forward.exposed_before_us) == (0, 0)
+    assert "window" not in str(alone)
+
+
+def test_more_tokens_and_longer_sequences_cost_more():
+    model = tiny("deepseek_v3", layers=2)
+    few = fxskip.plan(model, "farskip", tokens_per_rank=512, context_tokens=512)
+    many = fxskip.plan(model, "farskip", tokens_per_rank=4096, context_tokens=4096)
+    c = model.config
+    keys = c.num_attention_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim)
+    a_token = [p.blocks[2].work[0].flops / p.deployment.tokens for p in (few, many)]
+    assert a_token[1] - a_token[0] == pytest.approx(2 * keys * (4096 - 512) / 2)
+    sent = [p.blocks[3].transfers[0].domain_bytes for p in (few, many)]
+    assert sent == [
+        t * c.num_experts_per_tok * c.hidden_size * 4 * 3 / 4 for t in (512, 4096)
+    ]  # fp32, 4 ranks
+
+
+def test_parts_of_a_moe(model, plan_of):
+    c, layer = model.config, model.model.layers[2]
+    costs = plan_of("farskip").blocks[5].costs
+    parts = {part.name: part for part in costs.parts}
+    assert set(parts) == {"gate", "routed", "shared"}
+
+    def numel(module):
+        return sum(p.numel() for p in module.parameters())
+
+    moe = layer.mlp
+    assert parts["gate"].parameters == numel(moe.gate) + numel(layer.post_attention_layernorm)
+    assert parts["routed"].parameters == numel(moe.experts)
+    assert parts["shared"].parameters == numel(moe.shared_experts)
+    d, wide, k = c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok
+    assert parts["routed"].activations_per_token == k * (d + 2 * wide + wide + d)
+    assert parts["shared"].activations_per_token == 2 * (d + wide) + wide + d
+    assert parts["gate"].activations_per_token == d + c.n_routed_experts
+    assert costs.active_parameters == costs.parameters - parts["routed"].parameters * (
+        1 - k / c.n_routed_experts
+    )
+
+
+def test_experts_that_all_see_every_token_count_for_those_that_are_sent_to_them():
+    """transformers runs all experts of Llama 4 on all tokens, scaled by zero where they were not chosen."""
+    moe = fxskip.plan(tiny("llama4_text", layers=2), "farskip").blocks[1]
+    (routed,) = [part for part in moe.costs.parts if part.name == "routed"]
+    assert (moe.costs.experts, moe.costs.experts_per_token) == (4, 1)
+    assert routed.flops_per_token == 2 * 3 * 64 * 64
+
+
+def test_totals_count_every_parameter_once(model, plan_of):
+    plan, c = plan_of("farskip"), model.config
+    assert plan.parameters == sum(p.numel() for p in model.parameters())
+    assert plan.rest.head == c.vocab_size * c.hidden_size
+    tied = tiny("qwen2_moe", layers=2, tie_word_embeddings=True)
+    assert fxskip.plan(tied, "farskip").parameters == sum(p.numel() for p in tied.parameters())
+
+
+def test_layers_with_another_mask_cost_less_and_are_told_apart():
+    """Llama 4: three layers in four see no further back than their chunk."""
+    plan = fxskip.plan(
+        tiny("llama4_text", layers=4, attention_chunk_size=64, no_rope_layer_interval=4), "identity"
+    )
+    chunked, full = (plan.blocks[2 * layer].costs.flops_per_token for layer in (0, 3))
+    assert full - chunked == 2 * 4 * (16 + 16) * (CONTEXT / 2 - 64 / 2)
+    assert "layers 1–2: as layer 0" in str(plan)
+
+
 def test_text_has_a_line_for_each_sub_block(plan_of):
     plan = plan_of("farskip")
     text = str(plan)
