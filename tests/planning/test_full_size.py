@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig
 
 import fxskip
+from tests.zoo import tiny
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 KEYS = 4096 / 2
@@ -55,8 +56,6 @@ def test_a_plan_of_a_model_that_fits_no_machine_here(name):
 
 @pytest.mark.slow
 def test_a_transform_of_48_layers():
-    from tests.zoo import tiny
-
     model = tiny("qwen3_moe", layers=48)
     torch._dynamo.reset()
     started = time.process_time()
@@ -64,9 +63,7 @@ def test_a_transform_of_48_layers():
     assert time.process_time() - started < 15
 
 
-def test_the_configs_that_users_can_try_are_read():
-    """A layer or two of each at full width, so that the fast tests notice a config that no longer loads."""
-    for name in PUBLISHED:
-        config = AutoConfig.from_pretrained(CONFIGS / f"{name}.json")
-        text = config.get_text_config()
-        assert text.num_hidden_layers == PUBLISHED[name][2]
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_configs_that_users_can_try_are_read(name):
+    text = AutoConfig.from_pretrained(CONFIGS / f"{name}.json").get_text_config()
+    assert text.num_hidden_layers == PUBLISHED[name][2]

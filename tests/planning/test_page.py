@@ -67,6 +67,21 @@ def test_the_page_is_well_formed_needs_nothing_else_and_has_every_sub_block(spec
     assert rows == [block.path for block in plan(spec).blocks]
 
 
+def test_page_and_text_say_of_each_layer_whether_its_exchange_fits():
+    made = plan("farskip")
+    row = made.layers[0]
+    words = f"{'fits' if row.margin_us >= 0 else 'short'} by {abs(row.exchange_us - row.room_us):.0f} us"
+    cells = [text for tag, text in StrictHtml(page(made)).texts if tag == "td"]
+    at = cells.index(words, cells.index(str(row.layer)))
+    expected = (row.exchange_us, row.room_us, words, row.exposed_before_us, row.exposed_after_us)
+    assert cells[at - 2 : at + 3] == [e if isinstance(e, str) else f"{e:,.0f}" for e in expected]
+    (line,) = [line for line in str(made).splitlines() if line.startswith(f"{row.layer} ") and words in line]
+    assert line.split()[-2:] == [f"{row.exposed_before_us:.0f}", f"{row.exposed_after_us:.0f}"]
+    # Nobody exchanges tokens in one process.
+    alone = replace(made, layers=())
+    assert "Window" not in page(alone) and "window" not in str(alone)
+
+
 def test_pictures_are_named_and_described_for_those_who_cannot_see_them():
     parsed = StrictHtml(page(plan("farskip")))
     texts = {a["id"]: parsed.starts.index((tag, a)) for tag, a in parsed.starts if "id" in a}

@@ -192,8 +192,8 @@ def test_one_process_has_no_communication_to_hide(model):
 
 def test_more_tokens_and_longer_sequences_cost_more():
     model = tiny("deepseek_v3", layers=2)
-    few = fxskip.plan(model, "farskip", tokens_per_rank=512, context_tokens=512)
-    many = fxskip.plan(model, "farskip", tokens_per_rank=4096, context_tokens=4096)
+    few = fxskip.plan(model, "identity", tokens_per_rank=512, context_tokens=512)
+    many = fxskip.plan(model, "identity", tokens_per_rank=4096, context_tokens=4096)
     c = model.config
     keys = c.num_attention_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim)
     a_token = [p.blocks[2].work[0].flops / p.deployment.tokens for p in (few, many)]
