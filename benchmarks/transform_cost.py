@@ -12,22 +12,20 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from provenance import ROOT, provenance
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import fxskip
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.zoo import tiny  # noqa: E402 - the tiny models live with the tests
+from tests.zoo import tiny
 
 TYPES = [
     "deepseek_v2",
@@ -108,18 +106,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20, help="pairs of steps")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    report: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout.strip(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "cpu": cpu_name(),
-        "transform": [],
-        "step": [],
-    }
+    report: dict[str, Any] = provenance() | {"transform": [], "step": []}
     tiny("mixtral")
     fxskip.transform(tiny("mixtral"), "identity")  # start-up of Dynamo is not a layer's cost
     for model_type in TYPES:
@@ -133,13 +120,6 @@ def main() -> None:
         report["step"].append(step_ratio(device, dtype, arguments.pairs))
         print({k: v for k, v in report["step"][-1].items() if not k.endswith("_s")}, flush=True)
         arguments.out.write_text(json.dumps(report, indent=1))
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from fxskip.errors import (
     ScheduleError,
     SpecError,
 )
+from fxskip.leaves import leaf
 from fxskip.planning import Plan
 from fxskip.spec import Spec, load_spec
 from fxskip.version import __version__
@@ -37,6 +38,7 @@ __all__ = [
     "distill",
     "explain",
     "is_transformed",
+    "leaf",
     "load_spec",
     "loss",
     "plan",

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from os import PathLike
 from typing import Any, TypeVar, cast
 
 import torch
 from pydantic import BaseModel
-from torch import fx, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedConfig
 
-from fxskip.capture.hf import capture_layers, decoder_layers
-from fxskip.checkpoint.family import adopt, base_class, record_of
+from fxskip.analysis import Analysis
+from fxskip.capture.program import as_module, is_program
+from fxskip.checkpoint.auto_classes import loader
+from fxskip.checkpoint.family import record_of
+from fxskip.checkpoint.program import program_record
 from fxskip.checkpoint.record import WiringRecord
-from fxskip.errors import CaptureError, CheckpointError, PassError
-from fxskip.ir import with_streams
-from fxskip.passes.sub_blocks import sub_blocks
-from fxskip.pipeline import analyse, rewire
-from fxskip.planning import Plan, Rest, make_plan
-from fxskip.planning.deployment import DEFAULT_HARDWARE, TOKENS, Wishes, deployment
-from fxskip.schedule.attention_span import attended_in
-from fxskip.schedule.costs import CONTEXT, Costs, block_costs
+from fxskip.errors import CheckpointError, PassError
+from fxskip.planning import Plan
+from fxskip.planning.deployment import DEFAULT_HARDWARE, TOKENS, Wishes
+from fxskip.program_analysis import ProgramAnalysis, explain_program
+from fxskip.schedule.costs import CONTEXT
 from fxskip.schedule.hardware import Hardware, MatrixType, load_hardware
 from fxskip.schedule.roofline import CopiesPer
 from fxskip.spec import Spec, load_spec
-from fxskip.wiring import ModelWiring, SubBlock, connect
 
 Model = TypeVar("Model", bound=nn.Module)
 SpecSource = str | PathLike[str] | Mapping[str, Any] | Spec
@@ -41,30 +39,37 @@ def transform(
     example_inputs: tuple[Any, ...] | None = None,
     mesh: Any = None,
 ) -> Model:
-    """Rewire the residual stream of a Mixture-of-Experts causal language model as `spec` says.
+    """Rewire the residual stream of a Mixture-of-Experts model as `spec` says.
 
     Args:
-        model: a causal language model of transformers; its class, modules, parameters and state_dict keys stay.
-            The result is an instance of a subclass that saves and loads with its wiring.
+        model: a causal language model of transformers, or any module whose layers are a list that it calls in order,
+            `x = layer(x, ...)`. Modules, parameters and state_dict keys stay. A model of transformers becomes an
+            instance of a subclass that saves and loads with its wiring; any other keeps its class, and its wiring
+            goes with deepcopy, pickle and torch.save of the whole model. Captured programs are taken too: an
+            fx.GraphModule, or an ExportedProgram, which becomes the GraphModule of its `module()`.
         spec: a file, a mapping, the name of a preset, or a loaded Spec.
         inplace: rewire `model` itself. By default a deep copy is made, so that the original can teach it.
-        example_inputs: positional inputs for models that are not from transformers; not supported yet.
+        example_inputs: what a model that is not from transformers is called with, such as `(ids,)`. Only the tensors'
+            shapes and dtypes matter: the model is called on the meta device, and computes nothing.
         mesh: a device mesh for the parallel section of the spec; not supported yet.
 
     Raises:
         SpecError: the spec is wrong, or selects layers that the model does not have.
-        CaptureError: the model cannot be captured.
+        CaptureError: the model cannot be captured, or has no chain of layers.
         PassError: the architecture cannot be rewired like that, a rule has no effect, the model has no routed
             experts or is rewired already, or the spec asks for a stage that this version does not have.
     """
     loaded = load_spec(spec)
-    _refuse_missing_stages(loaded, example_inputs, mesh)
-    analysis = _analyse_stock("transform", model)
+    _refuse_missing_stages(loaded, mesh)
+    if is_program(model):
+        program = ProgramAnalysis.of("transform", as_module(model), example_inputs)
+        return cast(Model, program.rewired(loaded, program.connect(loaded), inplace=inplace))
+    analysis = Analysis.of_original("transform", model, example_inputs)
     wiring = analysis.connect(loaded)
-    analysis.try_out(wiring)
+    analysis.try_out(model, wiring)
     with torch.inference_mode(False):  # a copy made in inference mode could never be trained
         student = model if inplace else copy.deepcopy(model)
-    adopt(cast(PreTrainedModel, student), WiringRecord.of(loaded, analysis.blocks, wiring))
+    analysis.install(student, loaded, wiring)
     return student
 
 
@@ -72,6 +77,7 @@ def plan(
     model: nn.Module | PreTrainedConfig,
     spec: SpecSource,
     *,
+    example_inputs: tuple[Any, ...] | None = None,
     hardware: str | PathLike[str] | Hardware = DEFAULT_HARDWARE,
     tokens_per_rank: int = TOKENS,
     context_tokens: int = CONTEXT,
@@ -83,8 +89,9 @@ def plan(
     """Say what `transform` would do, without doing it, and estimate what that is worth on given hardware.
 
     Args:
-        model: a model, or a config alone: no weights are made or read, and no GPU is used.
+        model: a model, or a config of transformers alone: no weights are made or read, and no GPU is used.
         spec: as in `transform`. Stages that do not exist yet are no error here.
+        example_inputs: as in `transform`: for models that are not from transformers.
         hardware: h200, mi300x, b200, or the path of such a file; see docs/plan.md.
         tokens_per_rank: tokens of one rank in one forward pass.
         context_tokens: tokens of one sequence; a query attends to half of them on average.
@@ -95,15 +102,18 @@ def plan(
         copies_per: whether a token crosses the network for each "expert" (a plain all-to-all) or once for each other
             "domain" that holds some of its experts, which passes it on (as DeepEP does).
 
-    Raises what `transform` raises for the spec and the architecture, and SpecError for hardware and sizes.
+    What the graphs do not show (the inside of a leaf, the scan of a mixer) is None in the plan, and "unknown" in its
+    text. Raises what `transform` raises for the spec and the architecture, and SpecError for hardware and sizes.
     """
     loaded = load_spec(spec)
     wishes = Wishes(
         load_hardware(hardware), tokens_per_rank, context_tokens, expert_size, tensor_size, dtype, copies_per
     )
-    analysis = _analyse_stock(
-        "plan", _without_weights(model) if isinstance(model, PreTrainedConfig) else model, context_tokens
-    )
+    if is_program(model):
+        program = ProgramAnalysis.of("plan", as_module(model), example_inputs, context_tokens)
+        return program.plan(loaded, program.connect(loaded), wishes)
+    module = _without_weights(model) if isinstance(model, PreTrainedConfig) else model
+    analysis = Analysis.of_original("plan", module, example_inputs, context_tokens)
     return analysis.plan(loaded, analysis.connect(loaded), wishes)
 
 
@@ -113,10 +123,14 @@ def explain(student: nn.Module) -> Plan:
     Raises PassError for a model that is not rewired, CheckpointError where its layers are not wired as recorded.
     """
     record = _require_record("explain", student)
-    analysis = _Analysis.of("explain", cast(PreTrainedModel, student))
+    wishes = Wishes(load_hardware(DEFAULT_HARDWARE))
+    if (program := program_record(student)) is not None:
+        return explain_program(student, program, wishes)
+    analysis = Analysis.of_student("explain", student)
     spec = load_spec(record.spec)
     wiring = analysis.connect(spec)
-    installed = tuple(getattr(layer, "fxskip_wiring", None) for layer in decoder_layers(student)[1])
+    layers = [student.get_submodule(layer.path) for layer in analysis.layers]
+    installed = tuple(getattr(layer, "fxskip_wiring", None) for layer in layers)
     if installed != wiring.regions:
         raise CheckpointError(
             "explain",
@@ -124,7 +138,7 @@ def explain(student: nn.Module) -> Plan:
             where=type(student).__name__,
             hint="a layer or the config was replaced after the transform; transform the original model again",
         )
-    return analysis.plan(spec, wiring, Wishes(load_hardware(DEFAULT_HARDWARE)))
+    return analysis.plan(spec, wiring, wishes)
 
 
 def spec_of(student: nn.Module) -> Spec:
@@ -137,87 +151,9 @@ def is_transformed(model: object) -> bool:
     return record_of(model) is not None
 
 
-@dataclass(frozen=True)
-class _Analysis:
-    """Everything known about a model before a spec is applied."""
-
-    model: str
-    graphs: tuple[fx.Graph, ...]
-    """The captured graph of each layer; layers of one kind share one."""
-    blocks: tuple[SubBlock, ...]
-    costs: tuple[Costs, ...]
-    dtype: str
-    heads: int
-    rest: Rest
-
-    @classmethod
-    def of(cls, who: str, model: PreTrainedModel, context: int = CONTEXT) -> _Analysis:
-        captured = capture_layers(model)
-        analysed: dict[int, fx.Graph] = {}
-        for layer in captured:
-            if id(layer.graph) not in analysed:
-                try:
-                    analysed[id(layer.graph)] = analyse(layer.graph)
-                except PassError as error:
-                    raise error.within(f"{base_class(model).__name__}, {layer.path}") from None
-        blocks: list[SubBlock] = []
-        costs: list[Costs] = []
-        for index, layer in enumerate(captured):
-            graph = analysed[id(layer.graph)]
-            found = sub_blocks(graph, layer=index, layer_path=layer.path)
-            blocks += found
-            keys = attended_in(model.config.get_text_config(), index, context)
-            costs += [block_costs(graph, i, keys=keys) for i in range(1, len(found) + 1)]
-        _require_experts(who, model, blocks)
-        return cls(
-            base_class(model).__name__,
-            tuple(c.graph for c in captured),
-            tuple(blocks),
-            tuple(costs),
-            str(model.dtype).removeprefix("torch."),
-            model.config.get_text_config().num_attention_heads,
-            _rest(model, costs),
-        )
-
-    def connect(self, spec: Spec) -> ModelWiring:
-        return connect(spec, self.blocks)
-
-    def try_out(self, wiring: ModelWiring) -> None:
-        """Rewire each kind of layer once, so that a defect shows now and not at the first forward."""
-        for graph, region in dict.fromkeys(zip(self.graphs, wiring.regions, strict=True)):
-            rewire(with_streams(graph, len(region.inputs), len(region.outputs)), region)
-
-    def plan(self, spec: Spec, wiring: ModelWiring, wishes: Wishes) -> Plan:
-        chosen = deployment(wishes, spec, self.costs, dtype=self.dtype, heads=self.heads)
-        name = spec.name or "an unnamed spec"
-        return make_plan(self.model, name, wiring, self.blocks, self.costs, chosen, self.rest)
-
-
-def _rest(model: PreTrainedModel, costs: Sequence[Costs]) -> Rest:
-    total = sum(p.numel() for p in model.parameters()) - sum(c.parameters for c in costs)
-    return Rest(total, sum(p.numel() for p in model.get_output_embeddings().parameters()))
-
-
-def _analyse_stock(who: str, model: object, context: int = CONTEXT) -> _Analysis:
-    if (record := record_of(model)) is not None:
-        raise PassError(
-            who,
-            f"this model is rewired already, by the spec {load_spec(record.spec).name!r}",
-            hint="transform the original model; fxskip.explain shows what was done to this one",
-        )
-    if isinstance(model, str | PathLike):
-        raise CaptureError(
-            who,
-            f"{str(model)!r} is a path",
-            hint="pass AutoModelForCausalLM.from_pretrained(path); plan also takes AutoConfig.from_pretrained(path)",
-        )
-    decoder_layers(cast(nn.Module, model))  # refuses what is no language model of transformers
-    return _Analysis.of(who, cast(PreTrainedModel, model), context)
-
-
 def _without_weights(config: PreTrainedConfig) -> nn.Module:
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model: nn.Module = loader("plan", config).from_config(config, dtype=torch.bfloat16)
     return model
 
 
@@ -232,18 +168,7 @@ def _require_record(who: str, student: nn.Module) -> WiringRecord:
     return record
 
 
-def _require_experts(who: str, model: PreTrainedModel, blocks: Sequence[SubBlock]) -> None:
-    if any(block.kind == "moe" for block in blocks):
-        return
-    raise PassError(
-        who,
-        f"{base_class(model).__name__} has no routed experts in any layer",
-        where=f"layer 0: {', '.join(f'{b.kind} ({b.path})' for b in blocks if b.layer == 0)}",
-        hint="fxskip rewires Mixture-of-Experts models",
-    )
-
-
-def _refuse_missing_stages(spec: Spec, example_inputs: tuple[Any, ...] | None, mesh: Any) -> None:
+def _refuse_missing_stages(spec: Spec, mesh: Any) -> None:
     """What the language can say and this version cannot do is refused, never ignored."""
     missing = []
     axes = {"expert": spec.parallel.expert, "tensor": spec.parallel.tensor} if spec.parallel else {}
@@ -262,8 +187,6 @@ def _refuse_missing_stages(spec: Spec, example_inputs: tuple[Any, ...] | None, m
             missing.append(f"runtime.mode: {runtime.mode} (the scheduled runtime)")
     if mesh is not None:
         missing.append("mesh= (collectives)")
-    if example_inputs is not None:
-        missing.append("example_inputs= (models that are not from transformers)")
     if missing:
         raise PassError(
             "transform",

@@ -9,14 +9,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any, Literal, cast
 
 import torch
 from torch import fx
 
 from fxskip.errors import PassError
+from fxskip.leaves import Contents, run_leaf
 
-Role = Literal["input", "compute", "sum", "addend", "residual", "variant", "output"]
+Role = Literal["input", "compute", "sum", "addend", "residual", "carry", "variant", "output"]
 
 _KEY = "fxskip"
 
@@ -30,15 +32,18 @@ class NodeInfo:
     """
 
     role: Role
-    """input/output: a stream marker; residual: the add that makes a write; addend: one summand of a
-    write; sum: an operation between a write's addends and its add; variant: an add that makes a stream
-    that lacks something; compute: the rest of a sub-block."""
+    """input/output: a stream marker; residual: the add that makes a write; carry: a linear operation on the
+    stream between two writes; addend: one summand of a write; sum: an operation between a write's addends and
+    its add; variant: an operation that makes a stream that lacks something; compute: the rest of a sub-block."""
     write: int
-    """Number of the write whose sub-block the node belongs to; 0 for stream markers."""
+    """Number of the write whose sub-block the node belongs to; 0 for stream markers. For a carry, the number of
+    the last write before it."""
     kind: str = ""
     """Kind of that sub-block (attention, moe, dense, mixer); empty until `classify` has run."""
     addend: str = ""
     """Name of the summand (routed, shared, or the block's kind); only where role is addend."""
+    also: tuple[int, ...] = ()
+    """Numbers of further writes whose sub-blocks use the node: a norm that two parallel blocks share."""
 
 
 def info(node: fx.Node) -> NodeInfo | None:
@@ -100,6 +105,16 @@ def _(value: torch.Tensor, index: int) -> torch.Tensor:
     return torch.empty_like(value)
 
 
+def scattered(operation: str, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Marks what `operation` (index_add, scatter_add, index_put) adds to its first operand, as a tensor like that."""
+    raise refuse_to_run("scattered")
+
+
+def add_scattered(base: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Marks the sum of `base` and what `scattered` gives."""
+    raise refuse_to_run("add_scattered")
+
+
 def _marked(graph: fx.Graph, op: str) -> dict[int, fx.Node]:
     target = getattr(torch.ops.fxskip, op).default
     return {int(n.args[1]): n for n in graph.nodes if n.target is target}
@@ -135,12 +150,13 @@ def with_streams(graph: fx.Graph, n_inputs: int, n_outputs: int) -> fx.Graph:
             source = new.placeholder(f"stream_{index}")
         with new.inserting_before(first):
             marker = new.call_function(torch.ops.fxskip.stream_in.default, (source, index))
-        source.meta["example_value"] = marker.meta["example_value"] = value(first)
+        for node in (source, marker):  # memory of its own, or a write to one stream would be one to all
+            node.meta["example_value"] = torch.empty_like(value(first))
     others = []
     with new.inserting_before(output):
         for index in range(1, n_outputs):
             others.append(new.call_function(torch.ops.fxskip.stream_out.default, (first, index)))
-            others[-1].meta["example_value"] = value(first)
+            others[-1].meta["example_value"] = torch.empty_like(value(first))
     output.args = ((output.args[0], tuple(others)),)
     new.lint()
     return new
@@ -151,6 +167,9 @@ def with_streams(graph: fx.Graph, n_inputs: int, n_outputs: int) -> fx.Graph:
 
 def op_name(node: fx.Node) -> str:
     """The operation's bare name: `linear`, `topk`, `add`; empty for placeholders and outputs."""
+    if node.op == "call_module":  # in programs that torch.fx traced: Linear is linear
+        kind = list(node.meta["nn_module_stack"].values())[-1][1]
+        return str(getattr(kind, "__name__", kind)).rpartition(".")[2].lower()
     if node.op not in ("call_function", "call_method"):
         return ""
     if isinstance(node.target, str):
@@ -176,11 +195,39 @@ _MATRIX_PRODUCTS = frozenset(
 
 
 def is_matrix_product(node: fx.Node) -> bool:
-    """Whether the node multiplies matrices, grouped products of experts included."""
-    return op_name(node) in _MATRIX_PRODUCTS or "grouped_mm" in op_name(node)
+    """Whether the node multiplies matrices: grouped products of experts and modules that run as they are, too."""
+    return op_name(node) in _MATRIX_PRODUCTS or "grouped_mm" in op_name(node) or is_leaf(node)
 
 
-ADDS = frozenset({torch.add, operator.add, operator.iadd, "add", "add_", "__add__", "__iadd__"})
+def is_leaf(node: fx.Node) -> bool:
+    """Whether the node calls a module that runs as it is."""
+    return node.target is run_leaf
+
+
+def leaf_path(node: fx.Node) -> str:
+    """Path, in the decoder layer, of the module that a leaf node calls."""
+    return str(node.args[0])
+
+
+def leaf_contents(node: fx.Node) -> Contents:
+    """What the module of a leaf node adds."""
+    return cast(Contents, node.args[1])
+
+
+ADDS = frozenset(
+    {
+        torch.add,
+        operator.add,
+        operator.iadd,
+        "add",
+        "add_",
+        "__add__",
+        "__iadd__",
+        torch.ops.aten.add.Tensor,
+        torch.ops.aten.add_.Tensor,
+        add_scattered,
+    }
+)
 
 
 def is_add(node: fx.Node) -> bool:
@@ -192,6 +239,24 @@ def is_add(node: fx.Node) -> bool:
         and not node.kwargs
         and all(is_tensor(a) for a in node.args)
     )
+
+
+def is_scattered_add(node: fx.Node) -> bool:
+    """Whether the node adds tensors to some positions of its first operand, in place or not."""
+    name = op_name(node).removesuffix("_")
+    if name == "index_put":
+        return node.kwargs.get("accumulate", node.args[3] if len(node.args) > 3 else False) is True
+    return name in ("index_add", "scatter_add")
+
+
+_BLANK = ("zeros", "empty", "full", "new_zeros", "new_empty", "new_full")
+
+
+def is_blank(node: fx.Node) -> bool:
+    """Whether the memory of the node's value held nothing but a constant when it was made."""
+    memory = storage(node)
+    maker = next(n for n in node.graph.nodes if storage(n) == memory)
+    return op_name(maker).removesuffix("_like") in _BLANK
 
 
 def mutated_base(node: fx.Node) -> fx.Node | None:
@@ -213,6 +278,8 @@ _IN_PLACE_FUNCTIONS = frozenset(
 def storage(node: fx.Node) -> int | None:
     """Identity of the memory that the node's value lies in: equal for a tensor and its views; None for no tensor."""
     tensor = value(node)
+    while isinstance(tensor, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)  # inside vmap, which masks are made with
     return tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else None
 
 
@@ -227,12 +294,15 @@ def writers(graph: fx.Graph) -> dict[int, list[fx.Node]]:
 
 
 def module_path(node: fx.Node) -> str:
-    """Path of the module that called the operation, relative to the decoder layer; "" in the layer itself."""
+    """Path of the module that called the operation, relative to the decoder layer; "" in the layer itself.
+
+    In a captured program, which has no decoder layers, relative to the program.
+    """
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
     path: str = list(stack.values())[-1][0]
-    return path.partition("].")[2] if "]." in path else ""
+    return path.partition("].")[2] if path.startswith("L[") else path
 
 
 def dataflow(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
@@ -279,30 +349,65 @@ class Write:
 
     number: int
     anchor: fx.Node
+    """The stream that the contribution is added to: the write before, or the last carry after it."""
     contribution: fx.Node
     result: fx.Node
+    source: fx.Node
+    """The stream that the block reads; the anchor, or an earlier value where the code itself skips writes."""
+
+
+STREAM_ROLES = frozenset({"input", "carry", "residual", "variant"})
+
+
+def is_stream(node: fx.Node) -> bool:
+    """Whether the node is a value of the stream or of one of its variants."""
+    about = info(node)
+    return about is not None and about.role in STREAM_ROLES
+
+
+def stream_values(graph: fx.Graph) -> list[fx.Node]:
+    """The full stream's values in order: its marker, then every carry and every write. Needs `find_stream`."""
+    values = [stream_inputs(graph)[0]]
+    for node in graph.nodes:
+        about = info(node)
+        if about is not None and about.role in ("carry", "residual"):
+            values.append(node)
+    return values
 
 
 def writes(graph: fx.Graph) -> list[Write]:
     """The writes to the stream in order. Needs `find_stream`."""
     found: list[Write] = []
-    anchor = stream_inputs(graph)[0]
-    for node in graph.nodes:
-        about = info(node)
-        if about is None or about.role != "residual":
-            continue
-        operands = [a for a in node.args if isinstance(a, fx.Node)]
-        contribution = operands[1] if operands[0] is anchor else operands[0]
-        found.append(Write(about.write, anchor, contribution, node))
-        anchor = node
+    values = stream_values(graph)
+    for anchor, result in pairwise(values):
+        about = info(result)
+        assert about is not None
+        if about.role == "residual":
+            operands = [a for a in result.args if isinstance(a, fx.Node)]
+            contribution = operands[1] if operands[0] is anchor else operands[0]
+            sources = [n for n in values if _reads(graph, about.write, n)]
+            if len(sources) != 1:
+                raise PassError(
+                    "ir.writes",
+                    f"sub-block {about.write} reads {len(sources)} values of the stream, not one",
+                    where=f"the block that ends in {result.name!r}",
+                    hint="this is a defect in a pass: please report it with the model type",
+                )
+            found.append(Write(about.write, anchor, contribution, result, sources[0]))
     return found
 
 
+def _reads(graph: fx.Graph, write: int, stream: fx.Node) -> bool:
+    return any(stream in node.all_input_nodes for node in block_nodes(graph, write))
+
+
 def block_nodes(graph: fx.Graph, write: int) -> Iterator[fx.Node]:
-    """The nodes of one sub-block, its residual add excluded."""
+    """The nodes of one sub-block, its residual add excluded, what it shares with others included."""
     for node in graph.nodes:
         about = info(node)
-        if about is not None and about.write == write and about.role in ("compute", "sum", "addend"):
+        if about is None or about.role not in ("compute", "sum", "addend"):
+            continue
+        if about.write == write or write in about.also:
             yield node
 
 
@@ -325,9 +430,14 @@ def show(graph: fx.Graph) -> str:
             continue
         call = "" if node.op == "placeholder" else f"{op_name(node)}({_arguments(node)})"
         about = info(node)
-        tail = "" if about is None else f"{about.role} {about.write} {about.kind} {about.addend}".rstrip()
+        tail = "" if about is None else _annotation(about)
         lines.append(f"{position:>3}  {node.name:<12} {call:<40} {tail}".rstrip())
     return "\n".join(lines)
+
+
+def _annotation(about: NodeInfo) -> str:
+    numbers = ",".join(map(str, (about.write, *about.also)))
+    return f"{about.role} {numbers} {about.kind} {about.addend}".rstrip()
 
 
 def _arguments(node: fx.Node) -> str:

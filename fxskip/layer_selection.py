@@ -19,6 +19,7 @@ from fxskip.strict_model import did_you_mean, problem, problems
 from fxskip.strict_yaml import shown
 
 MAX_LAYER = 9999  # deeper than any model; "0-99999999999" must not build a tuple of that size
+_NUMBERS = tuple(range(MAX_LAYER + 1))  # one object a number, however many ranges a file has
 FORMS = 'all, [0, 3], "4-26", {first: 75%}, {last: 12} or {skip_first: 10%}'
 
 End = Literal["first", "last", "skip_first"]
@@ -116,7 +117,7 @@ def parse_layers(written: object) -> Layers:
         return Layers(numbers=_listed(list(written)))
     if isinstance(written, dict):
         return _from_end(written)
-    hint = f"; for one layer write [{written}]" if _is_int(written) else ""
+    hint = f"; for one layer write [{shown(written)}]" if _is_int(written) else ""
     raise problem(f"expected {FORMS}, found {shown(written)}{hint}")
 
 
@@ -126,19 +127,22 @@ def _range(written: str) -> tuple[int, ...]:
         raise problem(f"expected {FORMS}, found {shown(written)}; numbers are 0 to {MAX_LAYER}")
     first, last = int(match[1]), int(match[2])
     if first > last:
-        raise problem(f'"{written}" runs backwards; write "{last}-{first}"')
-    return tuple(range(first, last + 1))
+        raise problem(f'"{first}-{last}" runs backwards; write "{last}-{first}"')
+    return _NUMBERS[first : last + 1]
 
 
 def _listed(written: list[object]) -> tuple[int, ...]:
     if not written:
         raise problem("an empty list selects no layer; name layers, or drop the rule")
     faults = []
+    seen: set[object] = set()
     for i, number in enumerate(written):
         if not _is_int(number) or not 0 <= cast(int, number) <= MAX_LAYER:
             faults.append(((i,), f"expected a layer number, 0 to {MAX_LAYER}, found {shown(number)}"))
-        elif number in written[:i]:
+        elif number in seen:
             faults.append(((i,), f"layer {number} is here twice"))
+        else:
+            seen.add(number)
     if faults:
         raise problems(faults)
     return tuple(sorted(cast(list[int], written)))

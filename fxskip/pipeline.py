@@ -18,20 +18,27 @@ from fxskip.passes.classify import classify
 from fxskip.passes.find_stream import find_stream
 from fxskip.passes.functionalise import functionalise
 from fxskip.passes.reroute import reroute
+from fxskip.passes.scattered_adds import join_scattered_adds, separate_scattered_adds
 from fxskip.passes.split_contributions import split_contributions
 from fxskip.passes.sub_blocks import sub_blocks
+from fxskip.passes.unshare import unshare
 from fxskip.passes.use_eager_kernels import use_eager_kernels
 from fxskip.passes.verify import verify
-from fxskip.wiring import RegionWiring
+from fxskip.wiring import BlockWiring, RegionWiring, SubBlock
 
 ANALYSIS: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     functionalise,
+    separate_scattered_adds,
     find_stream,
     classify,
     split_contributions,
 )
-REWIRING: tuple[Callable[[fx.Graph, RegionWiring], fx.Graph], ...] = (reroute, verify)
-FINISHING: tuple[Callable[[fx.Graph], fx.Graph], ...] = (remove_markers, use_eager_kernels)
+REWIRING: tuple[Callable[[fx.Graph, RegionWiring], fx.Graph], ...] = (unshare, reroute, verify)
+FINISHING: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
+    join_scattered_adds,
+    remove_markers,
+    use_eager_kernels,
+)
 
 
 def analyse(graph: fx.Graph) -> fx.Graph:
@@ -54,8 +61,8 @@ def rewire(graph: fx.Graph, wiring: RegionWiring) -> fx.Graph:
 
 def _require_planned_blocks(graph: fx.Graph, wiring: RegionWiring) -> None:
     """A capture in another mode must show the sub-blocks that the wiring was made for."""
-    found = [(b.kind, b.addends) for b in sub_blocks(graph, layer=0, layer_path="")]
-    planned = [(b.kind, b.addends) for b in wiring.blocks]
+    found = [_in_words(b) for b in sub_blocks(graph, layer=0, layer_path="")]
+    planned = [_in_words(b) for b in wiring.blocks]
     if found != planned:
         raise PassError(
             "rewire",
@@ -63,3 +70,7 @@ def _require_planned_blocks(graph: fx.Graph, wiring: RegionWiring) -> None:
             hint="transform the model again with the configuration (experts and attention implementation, "
             "adapters) that it runs with",
         )
+
+
+def _in_words(block: SubBlock | BlockWiring) -> tuple[object, ...]:
+    return (block.kind, block.addends) + ((f"{block.behind} writes behind",) if block.behind else ())

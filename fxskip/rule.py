@@ -5,8 +5,8 @@ layers: {last: 75%}          # see layer_selection.py
 without: [routed@1]          # addend @ how many writes before the block
 """
 
-import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, cast
@@ -19,6 +19,7 @@ from fxskip.strict_yaml import Place, shown
 
 BLOCK_WORDS = ("attention", "moe", "dense", "mixer", "all")
 ADDEND_NAMES = ("routed", "shared", "all")
+MAX_GLOB = 200  # characters; a module path has some 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,9 @@ def _parse_addend(written: object) -> Addend:
         raise problem(f"expected an addend such as routed@1, found {shown(written)}")
     name, back = match[1], match[2]
     if name not in ADDEND_NAMES:
-        raise problem(f"{written!r}: no addend is called {name!r}; {did_you_mean(name, ADDEND_NAMES)}")
+        raise problem(
+            f"{shown(written)}: no addend is called {shown(name)}; {did_you_mean(name, ADDEND_NAMES)}"
+        )
     if not re.fullmatch(r"[1-9]\d{0,3}", back):
         raise problem(
             f"{shown(written)}: the number must be 1 to 9999 (1 is the write just before the block)"
@@ -52,11 +55,14 @@ def _drops_each_once(addends: tuple[Addend, ...]) -> tuple[Addend, ...]:
     if not addends:
         raise problem("an empty list drops nothing; name an addend such as routed@1, or delete the rule")
     faults = []
+    seen: set[Addend] = set()
+    whole = {addend.back for addend in addends if addend.name == "all"}
     for i, addend in enumerate(addends):
-        if addend in addends[:i]:
+        if addend in seen:
             faults.append(((i,), f"{addend} is here twice"))
-        elif addend.name != "all" and Addend("all", addend.back) in addends:
+        elif addend.name != "all" and addend.back in whole:
             faults.append(((i,), f"{addend} is already part of all@{addend.back}; delete one"))
+        seen.add(addend)
     if faults:
         raise problems(faults)
     return addends
@@ -71,8 +77,9 @@ def _parse_blocks(written: object) -> tuple[str, ...]:
     if not blocks:
         raise problem("an empty list selects no block; name one, or delete the rule")
     faults: list[tuple[Place, str]] = []
+    wide_words = [word for word in ("all", "mixer") if word in blocks]
     for i, block in enumerate(blocks):
-        if fault := _block_fault(block, blocks):
+        if fault := _block_fault(block, wide_words):
             faults.append(((i,) if blocks is written else (), fault))
     if not faults and len(set(blocks)) < len(blocks):
         faults.append(((), "a block is here twice"))
@@ -81,19 +88,22 @@ def _parse_blocks(written: object) -> tuple[str, ...]:
     return tuple(cast(list[str], blocks))
 
 
-def _block_fault(block: object, blocks: list[object] | tuple[object, ...]) -> str | None:
+def _block_fault(block: object, wide_words: Sequence[str]) -> str | None:
+    """What is wrong with one entry of `blocks`; `wide_words` are the entries that cover others."""
     if not isinstance(block, str):
         return f"expected {', '.join(BLOCK_WORDS)} or a glob of module paths, found {shown(block)}"
     if block not in BLOCK_WORDS:
         if "," in block:
             return f"{shown(block)}: write a list, [{block}]"
+        if len(block) > MAX_GLOB or not block.isprintable():
+            return f"{shown(block)}: a glob is at most {MAX_GLOB} characters that can be printed"
         # A dot or a wildcard makes a path; without this a misspelt word would be a glob that matches nothing.
         if not re.search(r"[.*?\[]", block) or re.search(r"\s", block):
             hint = did_you_mean(block, BLOCK_WORDS)
             return (
                 f"{shown(block)} is neither a kind of block nor a glob such as 'model.layers.*.mlp'; {hint}"
             )
-    wider = [other for other in blocks if other != block and _covers(other, block)]
+    wider = [word for word in wide_words if word != block and _covers(word, block)]
     return f"{block!r} is already part of {wider[0]!r}; delete one" if wider else None
 
 
@@ -132,12 +142,17 @@ class Rule(Strict):
 
     def overlap_with(self, other: "Rule") -> str | None:
         """What both rules claim in any model that both fit; None if nothing, or if only a model can tell."""
-        if not self.layers.shares_a_layer_with(other.layers):
-            return None
-        for one, two in itertools.product(self.blocks, other.blocks):
-            for wide, narrow, layers in ((one, two, self.layers), (two, one, other.layers)):
-                # A glob names its layers itself, so only the word `all` on all layers is sure to meet it.
-                is_sure = narrow in BLOCK_WORDS or wide == narrow or layers.is_all
-                if _covers(wide, narrow) and is_sure:
+        both = self._covered_of(other) or other._covered_of(self)
+        return both if both and self.layers.shares_a_layer_with(other.layers) else None
+
+    def _covered_of(self, other: "Rule") -> str | None:
+        """A block of `other` that is sure to be a block of this rule too, layers aside."""
+        own = set(self.blocks)
+        if common := next((block for block in other.blocks if block in own), None):
+            return common
+        for wide in ("all", "mixer"):
+            # A glob names its layers itself, so only the word `all` on all layers is sure to meet it.
+            for narrow in other.blocks if wide in self.blocks else ():
+                if _covers(wide, narrow) and (narrow in BLOCK_WORDS or self.layers.is_all):
                     return narrow
         return None

@@ -16,7 +16,6 @@ Nothing here runs a model or imports torch: a spec can be checked before the hal
 """
 
 import hashlib
-import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -32,7 +31,7 @@ from fxskip import strict_yaml
 from fxskip.errors import Problem, SpecError
 from fxskip.layer_selection import Layers
 from fxskip.rule import Addend, Rule
-from fxskip.strict_model import Strict, as_tuple, did_you_mean, problem, problems, validate
+from fxskip.strict_model import Strict, as_tuple, did_you_mean, printable, problem, problems, validate
 from fxskip.strict_yaml import Document, Place, shown
 
 __all__ = [
@@ -45,11 +44,13 @@ def _one_rule_a_block(rules: tuple[Rule, ...], info: ValidationInfo) -> tuple[Ru
     """Refuse two rules for one block. `info.context` is the preset, if any, and where its rules start."""
     preset, start = info.context or ("", len(rules))
     faults: list[tuple[Place, str]] = []
-    for (i, one), (j, other) in itertools.combinations(enumerate(rules), 2):
-        if both := one.overlap_with(other):
-            # Point at the line the user can change: the later of two own rules, never one of the preset.
-            mine, theirs = (j, f"connect.{i}") if j < start else (i, f"preset {preset!r}")
-            faults.append(((mine,), f"claims {both}, and so does {theirs}; a block takes one rule"))
+    # A clash is reported on a line that the user can change, so never on one of the preset, and once a rule.
+    for j, own in enumerate(rules[:start]):
+        for i, other in (*enumerate(rules[:j]), *enumerate(rules[start:], start)):
+            if both := other.overlap_with(own):
+                theirs = f"connect.{i}" if i < start else f"preset {preset!r}"
+                faults.append(((j,), f"claims {both}, and so does {theirs}; a block takes one rule"))
+                break
     if faults:
         raise problems(faults)
     return rules
@@ -103,7 +104,7 @@ class Schedule(Strict):
     solver: Literal["list", "cp_sat"] = Field(
         default="list", description="list is critical-path list scheduling; cp_sat searches for the optimum"
     )
-    costs: Annotated[str, AfterValidator(_check_costs)] = Field(
+    costs: Annotated[str, AfterValidator(printable), AfterValidator(_check_costs)] = Field(
         default="roofline",
         description="where task times come from: roofline, measured, or the path of a table",
     )
@@ -141,8 +142,8 @@ class Spec(Strict):
     """A whole spec. `load_spec` makes one; preset names are already replaced by their rules."""
 
     fxskip: Annotated[Literal[1], BeforeValidator(_is_version)] = Field(description="version of the language")
-    name: str | None = Field(
-        default=None, min_length=1, max_length=200, description="for people; means nothing"
+    name: Annotated[str, Field(min_length=1, max_length=200), AfterValidator(printable)] | None = Field(
+        default=None, description="one line for people; means nothing"
     )
     connect: Annotated[tuple[Rule, ...], BeforeValidator(as_tuple), AfterValidator(_one_rule_a_block)] = (
         Field(

@@ -15,6 +15,8 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from fxskip.errors import Problem, SpecError
 from fxskip.strict_yaml import Document, Place, dotted, shown
 
+MAX_PROBLEMS = 50  # one slip in a generated file can be a thousand problems
+
 
 class Strict(BaseModel):
     """Base of all that is written in our YAML: frozen, no unknown keys, no conversions ("8" is not 8)."""
@@ -36,20 +38,28 @@ def problems(found: Sequence[tuple[Place, str]]) -> PydanticCustomError:
     return PydanticCustomError("fxskip", "; ".join(text for _, text in found), {"problems": list(found)})
 
 
+def printable(written: str) -> str:
+    """Text that a file, a terminal and UTF-8 take as it is: one line, no control characters, no half characters."""
+    if not written.isprintable():
+        raise problem(f"{shown(written)}: expected one line of characters that can be printed")
+    return written
+
+
 def as_tuple(written: object) -> object:
     """A list becomes a tuple, which nobody can change later. A single value lacks its brackets."""
     if isinstance(written, list):
         return tuple(written)
     if isinstance(written, tuple):
         return written
-    example = f"; write [{written}]" if isinstance(written, str) else ""
+    is_short = isinstance(written, str) and written.isprintable() and len(written) <= 40
+    example = f"; write [{written}]" if is_short else ""
     raise problem(f"expected a list, found {shown(written)}{example}")
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """'did you mean X?', or the list of what is known when nothing is close."""
     names = list(known)
-    close = difflib.get_close_matches(str(word).lower(), names, n=1)
+    close = difflib.get_close_matches(shown(word).strip("'").lower(), names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
 
 
@@ -61,7 +71,7 @@ def validate(
     more_keys: Sequence[str] = (),
     context: Any = None,
 ) -> StrictT:
-    """The document as a `model`.
+    """The document as a `model`. SpecError lists the first `MAX_PROBLEMS` problems, and says how many follow.
 
     also       problems that the caller found; reported together with the rest, in the order of the file
     more_keys  top-level keys that the caller has taken out of the document; only spelling hints use them
@@ -79,6 +89,9 @@ def validate(
             ]
     if faults:
         faults.sort(key=lambda fault: fault.line or 0)
+        if len(faults) > MAX_PROBLEMS:
+            last, more = faults[MAX_PROBLEMS], len(faults) - MAX_PROBLEMS
+            faults[MAX_PROBLEMS:] = [Problem(last.line, "", f"and {more} more from here on")]
         raise SpecError(document.source, faults)
     return made
 
@@ -104,7 +117,7 @@ def _message(model: type[Strict], detail: ErrorDetails, more_keys: Sequence[str]
             return f"unknown key; {did_you_mean(place[-1], keys)}"
         case "literal_error":
             choices = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-            close = difflib.get_close_matches(str(detail["input"]), choices, n=1)
+            close = difflib.get_close_matches(found.strip("'"), choices, n=1)
             meant = f"; did you mean {close[0]!r}?" if close else ""
             return f"expected {' or '.join(choices)}, found {found}{meant}"
         case "model_type":

@@ -36,6 +36,8 @@ class SubBlock:
     """Names of what it adds, in the order of the original code: ("routed", "shared"), ("attention",)."""
     inseparable: str = ""
     """Why a sum of routed and shared experts could not be taken apart; empty where it could or need not."""
+    behind: int = 0
+    """How many writes just before its own the original code does not see (parallel blocks, shortcuts); mostly 0."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class BlockWiring:
     kind: str
     addends: tuple[str, ...]
     reads: Variant
+    behind: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,16 @@ class RegionWiring:
     outputs: tuple[Variant, ...]
     split_sum: bool = False
     """Add the shared before the routed experts: ((r + shared) + routed)."""
+
+    def is_moved(self, number: int) -> bool:
+        """Whether sub-block `number`, counted from 1, reads another variant than its original code does."""
+        behind = self.blocks[number - 1].behind
+        unseen = {
+            (write, name)
+            for write in range(number - behind, number)
+            for name in self.blocks[write - 1].addends
+        }
+        return self.blocks[number - 1].reads != unseen
 
     def digest(self) -> str:
         """A short hash that is the same for equal wirings in every process."""
@@ -70,10 +83,19 @@ class Connection:
     write: int
     lacks: tuple[tuple[int, str], ...]
     """(write, addend) that the block no longer sees, sorted."""
+    unseen: Variant
+    """(write, addend) that its original code does not see either."""
     rule: int | None
     """Index of the rule in the spec's `connect`; None where no rule selects the block."""
+    is_met: bool = False
+    """Whether the rule names something that the original code does not let the block see either."""
     note: str = ""
     """Why the rule, or a part of it, changes nothing here."""
+
+    @property
+    def reads(self) -> Variant:
+        """The variant of the stream that the block reads, by what it lacks."""
+        return frozenset(self.lacks) | self.unseen
 
 
 @dataclass(frozen=True)
@@ -104,6 +126,8 @@ def connect(spec: Spec, blocks: Sequence[SubBlock]) -> ModelWiring:
     for number, rule in enumerate(spec.connect):
         _require_an_effect(number, rule, [c for c in connections if c.rule == number], blocks)
     split_sum = spec.sum == "split"
+    if split_sum:
+        _require_sums(blocks)
     return ModelWiring(
         connections, tuple(_region(connections, layer, split_sum) for layer in range(n_layers))
     )
@@ -138,8 +162,11 @@ def _claims(rules: Sequence[Rule], blocks: Sequence[SubBlock], n_layers: int) ->
 def _connection(blocks: Sequence[SubBlock], index: int, number: int | None, rule: Rule | None) -> Connection:
     """Which earlier addends the block at `index` no longer sees. Its own write is number index + 1."""
     block, write = blocks[index], index + 1
+    unseen = frozenset(
+        (w, name) for w in range(write - block.behind, write) for name in blocks[w - 1].addends
+    )
     if rule is None:
-        return Connection(block, write, (), None, "no rule selects it")
+        return Connection(block, write, (), unseen, None, note="no rule selects it")
     lacks: set[tuple[int, str]] = set()
     notes: list[str] = []
     for addend in rule.without:
@@ -161,14 +188,37 @@ def _connection(blocks: Sequence[SubBlock], index: int, number: int | None, rule
             notes.append(
                 f"{addend}: that write is {other.kind} in layer {other.layer} and has no such addend"
             )
+        elif source + 1 >= write - block.behind:
+            notes.append(f"{addend}: the original code does not see that write either")
         lacks |= {(source + 1, name) for name in names}
-    return Connection(block, write, tuple(sorted(lacks)), number, "; ".join(notes))
+    return Connection(
+        block, write, tuple(sorted(lacks - unseen)), unseen, number, bool(lacks & unseen), "; ".join(notes)
+    )
+
+
+def _require_sums(blocks: Sequence[SubBlock]) -> None:
+    """Refuse `sum: split` where a sum cannot be split, or where there is none."""
+    for block in blocks:
+        if block.inseparable:
+            raise PassError(
+                "connect",
+                f"sum: split: routed and shared experts of layer {block.layer} cannot be told apart",
+                where=f"{block.path}: {block.inseparable}",
+                hint="delete sum: split",
+            )
+    if not any({"routed", "shared"} <= set(block.addends) for block in blocks):
+        raise PassError(
+            "connect",
+            "sum: split changes nothing: no MoE block adds both routed and shared experts",
+            where=f"the model has {_census(blocks)}",
+            hint="delete sum: split",
+        )
 
 
 def _require_an_effect(
     number: int, rule: Rule, hit: Sequence[Connection], blocks: Sequence[SubBlock]
 ) -> None:
-    if any(c.lacks for c in hit):
+    if any(c.lacks or c.is_met for c in hit):
         return
     layers = span(sorted({c.block.layer for c in hit}))
     ends = (hit[0], hit[-1]) if len(hit) > 1 else hit  # the first may lack a write that the others have
@@ -185,7 +235,8 @@ def _region(connections: Sequence[Connection], layer: int, split_sum: bool) -> R
     before = inside[0].write - 1
     return RegionWiring(
         blocks=tuple(
-            BlockWiring(c.block.kind, c.block.addends, _relative(frozenset(c.lacks), before)) for c in inside
+            BlockWiring(c.block.kind, c.block.addends, _relative(c.reads, before), c.block.behind)
+            for c in inside
         ),
         inputs=_crossing(connections, before, before),
         outputs=_crossing(connections, inside[-1].write, before),
@@ -193,10 +244,22 @@ def _region(connections: Sequence[Connection], layer: int, split_sum: bool) -> R
     )
 
 
+def as_one_region(wiring: ModelWiring) -> RegionWiring:
+    """The wiring of a whole model as one region, for a program that has no layers."""
+    return RegionWiring(
+        blocks=tuple(
+            BlockWiring(c.block.kind, c.block.addends, c.reads, c.block.behind) for c in wiring.connections
+        ),
+        inputs=(FULL,),
+        outputs=(FULL,),
+        split_sum=any(region.split_sum for region in wiring.regions),
+    )
+
+
 def _crossing(connections: Sequence[Connection], border: int, zero: int) -> tuple[Variant, ...]:
     """The variants that some block after write `border` still needs, the full stream first."""
     needed = {
-        frozenset(pair for pair in c.lacks if pair[0] <= border) for c in connections if c.write > border
+        frozenset(pair for pair in c.reads if pair[0] <= border) for c in connections if c.write > border
     }
     others = sorted((_relative(v, zero) for v in needed if v), key=sorted)
     return (FULL, *others)

@@ -1,5 +1,6 @@
 """Settings of the whole suite."""
 
+import datetime
 import os
 
 import pytest
@@ -7,6 +8,9 @@ import pytest
 # Before transformers is imported: no look-ups on a network, and no notes about tiny models.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+# Which architectures tests/ecosystem tries today; set once, for parallel test processes must agree across midnight.
+os.environ.setdefault("COVERAGE_DAY", str(datetime.date.today().toordinal()))
 
 import torch
 

@@ -101,7 +101,7 @@ def test_a_preset_stands_for_its_rules():
     assert load_spec({"fxskip": 1, "preset": "farskip"}) == farskip
     assert load_spec(farskip) is farskip
     own = load_spec({"fxskip": 1, "preset": "farskip-attention", "connect": [rule("moe", without=["all@2"])]})
-    assert [r.blocks for r in own.connect] == [("moe",), ("attention",)]
+    assert [r.blocks for r in own.connect] == [("moe",), ("mixer",)]
 
 
 def test_own_rules_may_not_claim_what_the_preset_claims(tmp_path):
@@ -169,7 +169,7 @@ def test_digest_is_the_sha256_of_the_meaning(tmp_path):
 
 def test_digest_ignores_how_it_was_written_and_sees_what_it_means():
     farskip = load_spec("farskip").digest()
-    rules = [rule("dense"), rule("attention", {"last": "100%"}, ["routed@1"]), rule("moe")]
+    rules = [rule("dense"), rule("mixer", {"last": "100%"}, ["routed@1"]), rule("moe")]
     same = {"fxskip": 1, "name": "mine", "connect": rules, "parallel": {"tensor": {"size": 1}}}
     assert load_spec(same).digest() == farskip
     for change in (

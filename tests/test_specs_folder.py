@@ -12,7 +12,7 @@ from fxskip.spec import load_spec, preset_names, specs_folder
 
 ROOT = Path(__file__).parents[1]
 
-ATTENTION, FEED_FORWARD = (("attention",), ["routed@1"]), (("moe", "dense"), ["all@1"])
+ATTENTION, FEED_FORWARD = (("mixer",), ["routed@1"]), (("moe", "dense"), ["all@1"])
 EVERYWHERE = range(27)
 LAST_75 = range(7, 27)  # 75% of 27 is 20.25: 20 layers
 

@@ -27,13 +27,13 @@ from fxskip.strict_yaml import read
         ("fxskip: 1\n---\nfxskip: 1\n", 2, "a second document"),
         ("fxskip: 1\nname: [a\n", 3, "expected ',' or ']'"),
         ("fxskip: 010\n", 1, "write a plain decimal number"),
-        ("fxskip: " + "9" * 5000, 1, "is not a number that can be held"),
+        ("fxskip: " + "9" * 5000, 1, "is no int that can be held"),
         ("fxskip: " + "9" * 4000, 1, "; too large"),
         ("fxskip: " + "[" * 5000, 1, "nested deeper than 16 levels"),
         ("fxskip: 1\nname: " + "{a: " * 30 + "\n", 2, "nested deeper than 16 levels"),
         (b"fxskip: 1\nname: \xff\xfe\n", 2, "not UTF-8 text"),
         (b"fxskip: 1\nname: \x00\n", 2, "a control character"),
-        (b"#" * (2 << 20), None, "larger than 1 MiB"),
+        (b"#" * (25 << 10), None, "larger than 24 KiB"),
     ],
 )
 def test_text_that_is_no_spec_is_refused_with_its_line(tmp_path, text, line, message):

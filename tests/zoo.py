@@ -75,10 +75,16 @@ def tiny(model_type: str, *, layers: int = 3, seed: int = 0, **overrides: Any) -
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Draw every parameter, and the router's correction bias, from one seeded stream."""
+    """Draw every parameter, and the buffers that are saved with them, from one seeded stream.
+
+    What starts as a constant (a norm's weight, a scale, a gate) stays near it, and all else is drawn wide.
+    """
     generator = torch.Generator().manual_seed(seed)
+    saved = set(model.state_dict())
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if not tensor.is_floating_point():
+                continue
             noise = torch.randn(tensor.shape, generator=generator)
             if name.endswith("norm.weight"):
                 tensor.copy_(1.0 + 0.2 * noise)
@@ -86,6 +92,8 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
                 tensor.copy_(0.1 * noise)
             elif name.endswith("embed_tokens.weight"):
                 tensor.copy_(noise)
+            elif name in saved and tensor.numel() and bool((tensor == tensor.flatten()[0]).all()):
+                tensor.add_(0.2 * noise)
             elif isinstance(tensor, torch.nn.Parameter):
                 tensor.copy_(0.15 * noise)
 

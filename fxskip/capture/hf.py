@@ -1,90 +1,59 @@
-"""The decoder layers of a Hugging Face causal language model, each as a graph, without computing anything.
-
-The model is copied in structure only, with its parameters on the meta device. One forward of that twin
-captures each kind of layer once, whatever the model's size.
-"""
+"""The decoder layers of a Hugging Face causal language model, each as a graph, without computing anything."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
 import torch
-from torch import Tensor, fx, nn
+from torch import nn
 from transformers import PreTrainedModel
 
-from fxskip.capture.region import compile_region, first_line
+from fxskip.capture.region import first_line
+from fxskip.capture.twin import LayerCapture, capture_chain, meta_twin, require_own_class_forward
 from fxskip.errors import CaptureError
-from fxskip.ir import remove_markers
 
 BATCH, LENGTH = 2, 8
 """Sizes of the twin's input: any but 0 and 1, which Dynamo would treat as constants."""
 
 
-@dataclass(frozen=True)
-class LayerCapture:
-    """One decoder layer: its path in the model and its captured graph, shared by all layers of its kind."""
-
-    path: str
-    graph: fx.Graph
-
-
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The path and the list of the decoder layers.
+    """The path and the list of the decoder layers; those of the text model where images or sounds are read too.
 
-    Raises CaptureError for what is not a causal language model of transformers.
+    Raises CaptureError for what is no decoder-only language model of transformers.
     """
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise CaptureError(
             "decoder_layers",
             f"{type(model).__name__} is no causal language model of transformers",
-            hint="pass a model made by AutoModelForCausalLM; other modules are not supported by this version",
+            hint="pass a model made by AutoModelForCausalLM or AutoModelForImageTextToText; other modules are not "
+            "supported by this version",
         )
-    expected = model.config.get_text_config().num_hidden_layers
-    lists = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-    for path, module in lists:
-        inside_a_list = any(path.startswith(f"{outer}.") for outer, _ in lists)
-        if len(module) == expected and not inside_a_list:
-            return path, module
-    raise CaptureError(
-        "decoder_layers",
-        f"{type(model).__name__} holds no list of {expected} decoder layers",
-        where="lists of modules: " + (", ".join(f"{path} ({len(m)})" for path, m in lists) or "none"),
-        hint="this architecture is not supported",
-    )
-
-
-def layer_class(layer: nn.Module) -> type[nn.Module]:
-    """The class whose forward is the layer's original body, also where the layer has been transformed."""
-    found: type[nn.Module] = getattr(type(layer), "fxskip_base", type(layer))
-    return found
-
-
-def require_own_class_forward(layer: nn.Module, index: int) -> None:
-    """Refuse a layer whose instance carries a `forward`: it would go on running the original body."""
-    if "forward" not in vars(layer):
-        return
-    raise CaptureError(
-        f"layer {index}",
-        "the layer has a forward of its own, set on the instance",
-        where=f"{type(layer).__name__}.forward = {vars(layer)['forward']!r}"[:200],
-        hint="transform the model before anything wraps its layers (accelerate's dispatch or device_map, "
-        "monkey patches); accelerate.hooks.remove_hook_from_module(model, recurse=True) takes its wrappers off",
-    )
-
-
-def meta_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the model's structure with all tensors on the meta device; allocates no memory for them."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(
-            torch.empty_like(parameter, device="meta"), parameter.requires_grad
+    if model.config.is_encoder_decoder:
+        raise CaptureError(
+            "decoder_layers",
+            f"{type(model).__name__} has an encoder and a decoder",
+            hint="only decoder-only language models are supported: rules count the writes of one stream",
         )
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, memo)
+    decoder = model.get_decoder()
+    prefix = next(path for path, module in model.named_modules() if module is decoder)
+    lists = [(path, m) for path, m in decoder.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+    outermost = [
+        (path, m) for path, m in lists if not any(path.startswith(f"{outer}.") for outer, _ in lists)
+    ]
+    if not outermost:
+        raise CaptureError(
+            "decoder_layers",
+            f"{type(decoder).__name__} holds no list of decoder layers",
+            where=type(model).__name__,
+            hint="this architecture is not supported",
+        )
+    # Beside its layers a decoder may keep small lists (norms, gates); capture checks that the layers form a chain.
+    path, layers = max(outermost, key=lambda found: sum(p.numel() for p in found[1].parameters()))
+    return ".".join(filter(None, (prefix, path))), layers
+
+
+def layers_by_path(model: nn.Module) -> dict[str, nn.Module]:
+    """The decoder layers by their paths, in order. Raises what `decoder_layers` raises."""
+    path, layers = decoder_layers(model)
+    return {f"{path}.{index}": layer for index, layer in enumerate(layers)}
 
 
 def capture_layers(model: PreTrainedModel) -> list[LayerCapture]:
@@ -93,16 +62,15 @@ def capture_layers(model: PreTrainedModel) -> list[LayerCapture]:
     Raises CaptureError where a layer cannot be captured as one graph, or where the model does something
     to the stream between two layers.
     """
-    path, originals = decoder_layers(model)
-    for index, layer in enumerate(originals):
+    for index, layer in enumerate(layers_by_path(model).values()):
         require_own_class_forward(layer, index)
     twin = meta_twin(model).eval()
     # The native grouped matrix product has a meta kernel for bfloat16 only; the structure does not depend on it.
     twin.to(torch.bfloat16)
-    recorder = _Recorder()
-    _, layers = decoder_layers(twin)
-    for index, layer in enumerate(layers):
-        recorder.watch(layer, index, f"{type(model).__name__}, {path}.{index}")
+    return capture_chain(layers_by_path(twin), lambda: _call(twin), model=type(model).__name__)
+
+
+def _call(twin: PreTrainedModel) -> None:
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device="meta")
     # A finished mask keeps the model from looking at mask values, which a meta tensor does not have.
     mask = torch.zeros(BATCH, 1, LENGTH, LENGTH, dtype=torch.bfloat16, device="meta")
@@ -113,55 +81,6 @@ def capture_layers(model: PreTrainedModel) -> list[LayerCapture]:
         raise CaptureError(
             "capture_layers",
             f"the model's code around the decoder layers does not run without values: {first_line(str(error))}",
-            where=type(model).__name__,
+            where=type(twin).__name__,
             hint="this architecture, or its configuration (quantisation, attention implementation), is not supported",
         ) from error
-    if recorder.order != list(range(len(layers))):
-        raise CaptureError(
-            "capture_layers",
-            f"the decoder layers ran in the order {recorder.order}, and there are {len(layers)}",
-            where=path,
-            hint="only models that run each decoder layer once, one after the other, are supported",
-        )
-    return [LayerCapture(f"{path}.{i}", graph) for i, graph in enumerate(recorder.graphs)]
-
-
-class _Recorder:
-    """Notes which graph runs in each layer, and that the layers form one chain."""
-
-    def __init__(self) -> None:
-        self.graphs: list[fx.Graph] = []
-        self.order: list[int] = []
-        self._output: Tensor | None = None
-        self._region = compile_region(self._build, n_outputs=1, name="observed")
-
-    def _build(self, module: fx.GraphModule) -> Callable[..., Any]:
-        stock = fx.GraphModule(module, remove_markers(module.graph)).forward
-
-        def run(*args: Any) -> Any:
-            self.graphs.append(module.graph)
-            return stock(*args)
-
-        return run
-
-    def watch(self, layer: nn.Module, index: int, place: str) -> None:
-        """Make the twin's layer number `index` run through the recorder; `place` names it in errors."""
-        base = layer_class(layer)
-
-        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.order.append(index)
-            if self._output is not None and hidden_states is not self._output:
-                raise CaptureError(
-                    "capture_layers",
-                    f"the input of decoder layer {index} is not the output of the layer that ran before it",
-                    hint="models that change the stream between decoder layers are not supported",
-                )
-            try:
-                out, _ = self._region(layer, base, (hidden_states,), args, kwargs)
-            except CaptureError as error:
-                raise error.within(place) from error.__cause__
-            self._output = out[0] if isinstance(out, tuple) else out
-            return out
-
-        layer.__class__ = base
-        layer.forward = forward

@@ -7,9 +7,11 @@ inputs of the graph, read from the layer at every call, so all layers of one kin
 
 from __future__ import annotations
 
+import inspect
+import traceback
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor, fx, nn
 from fxskip.capture.eager_branches import eager_branches
 from fxskip.capture.recorded_outputs import traceable_recording
 from fxskip.errors import CaptureError, FxskipError
-from fxskip.ir import refuse_to_run, stream_in, stream_out
+from fxskip.ir import is_matrix_product, module_path, op_name, refuse_to_run, stream_in, stream_out
 
 Streams = tuple[Tensor, ...]
 CompiledRegion = Callable[
@@ -85,6 +87,7 @@ def compile_region(
     def backend(module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         global _captures
         _captures += 1
+        _require_flat(module)
         return build(module)
 
     compiled = torch.compile(region, backend=backend, fullgraph=True, dynamic=True)
@@ -108,6 +111,65 @@ def compile_region(
     return run
 
 
+def _require_flat(module: fx.GraphModule) -> None:
+    """Refuse products and choices of experts inside a nested graph, where no pass would see them."""
+    for node in module.graph.nodes:
+        if not isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        for operand in node.all_input_nodes:
+            inner = getattr(module, str(operand.target), None) if operand.op == "get_attr" else None
+            nodes = inner.graph.nodes if isinstance(inner, fx.GraphModule) else ()
+            hidden = next((n for n in nodes if is_matrix_product(n) or op_name(n) == "topk"), None)
+            if hidden is not None:
+                raise CaptureError(
+                    "capture",
+                    f"{op_name(hidden)} is called inside {node.target.name()}, where it cannot be rewired",
+                    where=f"module {module_path(hidden) or module_path(node) or 'the decoder layer itself'}",
+                    hint="take torch.utils.checkpoint, torch.cond and their like out of the decoder layers; to "
+                    "recompute, checkpoint whole layers: checkpoint(layer, x, use_reentrant=False)",
+                )
+
+
+def is_data_dependent(error: BaseException | None) -> bool:
+    """Whether Dynamo stopped at code whose course or shapes depend on values."""
+    text = str(error)
+    return any(sign in text for sign in _DATA_DEPENDENT)
+
+
+_DATA_DEPENDENT = (
+    "data-dependent",
+    "Data-dependent",
+    "Dynamic shape operator",
+    "nonzero",
+    "Tensor.item",
+    "tolist",
+)
+
+
+def failed_module(layer: nn.Module, error: BaseException | None) -> nn.Module | None:
+    """The innermost module of `layer` in whose code Dynamo stopped; None for the layer itself and outside code."""
+    modules = [module for module in layer.modules() if module is not layer]
+    for frame in reversed(getattr(error, "real_stack", None) or ()):
+        for module in modules:
+            if any(_is_in(code, frame) for code in _codes(type(module))):
+                return module
+    return None
+
+
+def _codes(kind: type[nn.Module]) -> Iterator[types.CodeType]:
+    """The code of all methods of a class of modules, nn.Module's own excluded."""
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for member in vars(base).values():
+            function = inspect.unwrap(member) if callable(member) else member
+            if isinstance(function, types.FunctionType):
+                yield function.__code__
+
+
+def _is_in(code: types.CodeType, frame: traceback.FrameSummary) -> bool:
+    lines = [line for *_, line in code.co_lines() if line is not None]
+    return code.co_filename == frame.filename and min(lines) <= (frame.lineno or 0) <= max(lines)
+
+
 def _capture_error(layer: nn.Module, error: Exception) -> CaptureError:
     text = str(error)
     reason = (
@@ -116,43 +178,30 @@ def _capture_error(layer: nn.Module, error: Exception) -> CaptureError:
     )
     found = f"the layer cannot be captured as one graph: {reason}"
     hint = "rewrite the part named in the full message above so that torch.compile(fullgraph=True) accepts it"
-    if any(
-        sign in text for sign in ("data-dependent", "Data-dependent", "Dynamic shape operator", "nonzero")
-    ):
+    module = failed_module(layer, error)
+    if is_data_dependent(error):
         found = "the layer cannot be captured as one graph: its code depends on values, as a loop over experts does"
         hint = 'use experts without a loop: model.set_experts_implementation("grouped_mm") or "batched_mm"'
-    frame = next(
-        (line.strip() for line in reversed(text.splitlines()) if line.strip().startswith("File ")), None
-    )
+    if module is not None:
+        hint = (
+            f"{hint};\nor have the module run as it is, declared before the transform:\n"
+            f"import fxskip\nfxskip.leaf({type(module).__name__})"
+        )
     return CaptureError(
-        f"capture of {type(layer).__name__}", found, where=_module_of(layer, text) or frame, hint=hint
+        f"capture of {type(layer).__name__}", found, where=_place(layer, module, error), hint=hint
     )
+
+
+def _place(layer: nn.Module, module: nn.Module | None, error: Exception) -> str | None:
+    """Module and line at which Dynamo stopped; None where it does not say."""
+    frames = list(getattr(error, "real_stack", None) or ())
+    line = f'File "{frames[-1].filename}", line {frames[-1].lineno}, in {frames[-1].name}' if frames else None
+    if module is None:
+        return line
+    name = next(name for name, other in layer.named_modules() if other is module)
+    return f"module {name} ({type(module).__name__}), {line}"
 
 
 def first_line(text: str) -> str:
     """The first line of a long message that is not blank."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
-
-
-def _module_of(layer: nn.Module, text: str) -> str | None:
-    """The submodule whose forward stands in Dynamo's user stack, deepest last."""
-    named = [(name, type(module)) for name, module in layer.named_modules() if name]
-    for line in reversed(text.splitlines()):
-        for name, kind in named:
-            if line.strip().startswith("File ") and kind.__module__.rpartition(".")[2] in line:
-                code = getattr(kind.forward, "__wrapped__", kind.forward).__code__
-                number = _line_number(line)
-                if number is not None and _covers(code, number):
-                    return f"module {name} ({kind.__name__}), {line.strip()}"
-    return None
-
-
-def _line_number(line: str) -> int | None:
-    _, found, rest = line.partition("line ")
-    digits = rest.split(",")[0].strip() if found else ""
-    return int(digits) if digits.isdigit() else None
-
-
-def _covers(code: types.CodeType, number: int) -> bool:
-    lines = [line for *_, line in code.co_lines() if line is not None]
-    return bool(lines) and min(lines) <= number <= max(lines)

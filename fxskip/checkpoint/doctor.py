@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fxskip.checkpoint.diagnosis import Check, Diagnosis, Kind
-from fxskip.checkpoint.family import PREFIX, REMOTE_CODE, FxSkipConfig, family_of
+from fxskip.checkpoint.family import PREFIX, REMOTE_CODE, FxSkipConfig, family_of, text_part
 from fxskip.checkpoint.record import WiringRecord
 from fxskip.checkpoint.stored_weights import StoredWeights, read_headers
 from fxskip.errors import CheckpointError, FxskipError
@@ -173,10 +173,15 @@ class _Examination:
 
     def _refusal(self) -> str:
         """What makes a loader without fxskip fail is as `to_json_string` writes it."""
-        written = json.loads(FxSkipConfig.from_dict(self.config).to_json_string())
-        for key in ("auto_map", "id2label"):
-            if self.config.get(key) != written[key]:
-                raise self._edited(f"{key} is {self.config.get(key)} where {written[key]} was saved")
+        config = FxSkipConfig.from_dict(self.config)
+        written = json.loads(config.to_json_string())
+        places: list[tuple[str, dict[str, Any], dict[str, Any]]] = [("", self.config, written)]
+        if part := text_part(config):
+            places.append((f"{part}.", self.config[part], written[part]))
+        for place, found, saved in places:
+            for key in ("auto_map", "id2label"):
+                if found.get(key) != saved.get(key):
+                    raise self._edited(f"{place}{key} is {found.get(key)} where {saved.get(key)} was saved")
         return "a loader without fxskip fails and says why"
 
     def _remote_code(self) -> str:
@@ -184,14 +189,15 @@ class _Examination:
         packaged = (Path(__file__).parent / "remote_code.txt").read_bytes()
         if not file.is_file() or file.read_bytes() != packaged:
             state = "is not the file of this fxskip" if file.is_file() else "is missing"
-            hint = "save the model again: AutoModelForCausalLM.from_pretrained(dir).save_pretrained(dir)"
+            hint = "load the model with import fxskip and save it again: model.save_pretrained(dir)"
             raise CheckpointError("doctor", f"{REMOTE_CODE} {state}", hint=hint)
         return f"{REMOTE_CODE} is that of this fxskip"
 
     def _structure(self) -> str:
         try:
             with torch.device("meta"):
-                self.model = AutoModelForCausalLM.from_config(FxSkipConfig.from_dict(self.config))
+                config = FxSkipConfig.from_dict(self.config)
+                self.model = family_of(self.config)[1]._from_config(config)
         except FxskipError:
             raise
         except Exception as error:  # whatever transformers raises for an edited value

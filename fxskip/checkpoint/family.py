@@ -11,23 +11,24 @@ import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-)
 
-from fxskip.capture.hf import decoder_layers
+from fxskip.capture.hf import layers_by_path
 from fxskip.checkpoint.atomic import replaced_directory
+from fxskip.checkpoint.auto_classes import auto_classes, known_types, language_model
+from fxskip.checkpoint.plain import plain_record
+from fxskip.checkpoint.program import program_record
 from fxskip.checkpoint.record import WiringRecord
 from fxskip.errors import CheckpointError
+from fxskip.runtime.decoder import keep_eager
 from fxskip.runtime.regions import install
 
 PREFIX = "fxskip_"
@@ -38,12 +39,8 @@ REFUSAL = "rewired by fxskip: run 'pip install fxskip' and 'import fxskip' befor
 
 `DeepseekV3ForCausalLM.from_pretrained` only warns about a foreign model_type and would go on to load the
 stock wiring. This key is no number, so it fails, and its message shows the key, that is, what to do.
+The text part of a config of text and images has it too: a model of text alone reads that part only.
 """
-
-_AUTO_MAP = {
-    "AutoConfig": "modeling_fxskip.FxSkipConfig",
-    "AutoModelForCausalLM": "modeling_fxskip.FxSkipForCausalLM",
-}
 
 
 class FxSkipConfigMixin:
@@ -55,13 +52,18 @@ class FxSkipConfigMixin:
     def to_json_string(self, use_diff: bool = True) -> str:
         """The config as saved: with remote-code references, and with the value that a stock loader refuses."""
         values = json.loads(super().to_json_string(use_diff))  # type: ignore[misc]
-        values |= {"auto_map": _AUTO_MAP, "id2label": {REFUSAL: ""}}
+        values |= {"auto_map": _auto_map(self.fxskip_base), "id2label": {REFUSAL: ""}}
+        if (part := text_part(cast(PreTrainedConfig, self))) is not None:
+            values.setdefault(part, {})["id2label"] = {REFUSAL: ""}
         return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Make a config from saved values."""
         ours = {k: v for k, v in config_dict.items() if k not in ("auto_map", "id2label", "model_type")}
+        for name in cls.fxskip_base.sub_configs:
+            if isinstance(part := ours.get(name), dict):
+                ours[name] = {k: v for k, v in part.items() if k != "id2label" or v != {REFUSAL: ""}}
         WiringRecord.from_dict(ours.get("fxskip"))
         return super().from_dict(ours, **kwargs)  # type: ignore[misc]
 
@@ -73,6 +75,7 @@ class FxSkipModelMixin:
     """What the class of a rewired model adds to the original's: wiring on construction, and safe saving."""
 
     config: Any
+    config_class: ClassVar[Any]
     fxskip_base: ClassVar[type[PreTrainedModel]]
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -105,12 +108,24 @@ class FxSkipModelMixin:
             raise CheckpointError(
                 "save_pretrained", "push_to_hub=True", hint="save first, then model.push_to_hub(repo_id)"
             )
+        self._require_loadable()
         if not is_main_process:
             super().save_pretrained(save_directory, is_main_process=False, **kwargs)  # type: ignore[misc]
             return
         with replaced_directory(Path(save_directory)) as folder:
             super().save_pretrained(folder, is_main_process=True, **kwargs)  # type: ignore[misc]
             (folder / REMOTE_CODE).write_text(_remote_code())
+
+    def _require_loadable(self) -> None:
+        """Refuse to save a class of one's own: the saved model would load as an instance of another class."""
+        loaded = language_model(self.config.fxskip_base)
+        if loaded is not self.fxskip_base:
+            raise CheckpointError(
+                "save_pretrained",
+                f"{self.fxskip_base.__name__} is not what {self.config.fxskip_base.__name__} loads, which is "
+                f"{loaded.__name__}",
+                hint=f"transform a {loaded.__name__}, or save the state_dict alone with safetensors",
+            )
 
     # transformers reads these two off the source text of a class's module, which for ours is this file. A wrong
     # answer would load the model with a loop over experts, which cannot be captured.
@@ -123,39 +138,51 @@ class FxSkipModelMixin:
         return cls.fxskip_base._can_set_attn_implementation()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _bare_model, (self.fxskip_base,), vars(self).copy()
+        return _bare_model, (self.fxskip_base, self.config_class.fxskip_base), vars(self).copy()
 
 
+Model = TypeVar("Model", bound=nn.Module)
 Family = tuple[type[PreTrainedConfig], type[PreTrainedModel]]
-_FAMILIES: dict[type[PreTrainedModel], Family] = {}
+_CONFIGS: dict[type[PreTrainedConfig], Any] = {}
+_FAMILIES: dict[tuple[type[PreTrainedModel], type[PreTrainedConfig]], Family] = {}
 
 
-def family(base: type[PreTrainedModel]) -> Family:
-    """Config class and model class of the rewired twin of `base`, registered with the Auto classes."""
-    if base not in _FAMILIES:
-        _FAMILIES[base] = _make_family(base)
-    return _FAMILIES[base]
+def family(base: type[PreTrainedModel], base_config: type[PreTrainedConfig] | None = None) -> Family:
+    """Config class and model class of the rewired twin of `base`, registered with the Auto classes.
+
+    Args:
+        base: the original model class.
+        base_config: the class of its config, by default the one that `base` is made for. Several model types share
+            a model class: `sarvam_moe` is `Glm4MoeForCausalLM` with a config class of its own.
+    """
+    key: tuple[type[PreTrainedModel], Any] = (base, base_config or base.config_class)
+    if key not in _FAMILIES:
+        _FAMILIES[key] = _make_family(*key)
+    return _FAMILIES[key]
 
 
-def _make_family(base: type[PreTrainedModel]) -> Family:
-    base_config: Any = base.config_class
-    config_name, model_name = f"FxSkip{base_config.__name__}", f"FxSkip{base.__name__}"
-    config: Any = type(
-        config_name,
-        (FxSkipConfigMixin, base_config),
-        {
-            "model_type": PREFIX + base_config.model_type,
-            "fxskip_base": base_config,
+def _config_twin(base: Any) -> Any:
+    if base not in _CONFIGS:
+        own = {
+            "model_type": PREFIX + base.model_type,
+            "fxskip_base": base,
             "__module__": __name__,
             "__annotations__": {},
-        },
-    )
+        }
+        _CONFIGS[base] = type(f"FxSkip{base.__name__}", (FxSkipConfigMixin, base), own)
+    return _CONFIGS[base]
+
+
+def _make_family(base: type[PreTrainedModel], base_config: type[PreTrainedConfig]) -> Family:
+    config, model_name = _config_twin(base_config), f"FxSkip{base.__name__}"
     model: Any = type(
         model_name,
         (FxSkipModelMixin, base),
         {"config_class": config, "fxskip_base": base, "__module__": __name__},
     )
-    AutoModelForCausalLM.register(config, model, exist_ok=True)
+    if base is language_model(base_config):
+        for auto_class in auto_classes(base_config):
+            auto_class.register(config, model, exist_ok=True)
     # transformers converts weights while loading (one tensor an expert on disk, one for all in memory) and looks
     # the conversion up by these two names. With the original's, the files have the original's keys.
     for own, original in ((config.model_type, base_config.model_type), (model_name, base.__name__)):
@@ -166,8 +193,7 @@ def _make_family(base: type[PreTrainedModel]) -> Family:
 
 def adopt(model: PreTrainedModel, record: WiringRecord) -> None:
     """Turn `model` and its config, in place, into their rewired twins with the wiring of `record`."""
-    base = base_class(model)
-    config_class, model_class = family(base)
+    config_class, model_class = family(base_class(model), type(model.config))
     shared, own = model.config, copy.copy(model.config)
     own.__class__ = config_class
     own.fxskip = record.to_dict()
@@ -180,7 +206,7 @@ def adopt(model: PreTrainedModel, record: WiringRecord) -> None:
 
 def wire(model: Any, record: WiringRecord) -> None:
     """Install the wiring of `record` in the decoder layers of `model`."""
-    layers, regions = decoder_layers(model)[1], record.wiring().regions
+    layers, regions = layers_by_path(model), record.wiring().regions
     if len(layers) != len(regions):
         raise CheckpointError(
             "checkpoint",
@@ -188,34 +214,37 @@ def wire(model: Any, record: WiringRecord) -> None:
             where="config.json",
             hint="restore config.json from a copy, or convert the original model again",
         )
-    install(layers, regions)
+    install(layers, regions, record.leaves)
+    keep_eager(model.get_decoder())
 
 
-def base_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+def base_class(model: Model) -> type[Model]:
     """The original class of a model, rewired or not."""
-    found: type[PreTrainedModel] = getattr(type(model), "fxskip_base", type(model))
+    found: type[Model] = getattr(type(model), "fxskip_base", type(model))
     return found
 
 
 def record_of(model: object) -> WiringRecord | None:
     """The wiring record of a rewired model; None for any other object."""
-    if not isinstance(model, FxSkipModelMixin):
-        return None
-    return WiringRecord.from_dict(model.config.fxskip)
+    if isinstance(model, FxSkipModelMixin):
+        return WiringRecord.from_dict(model.config.fxskip)
+    other = plain_record(model) or program_record(model)
+    return other.wiring if other is not None else None
 
 
 def family_of(config_dict: Mapping[str, Any]) -> Family:
     """The classes that a saved config belongs to; raises CheckpointError where its base type is unknown."""
     model_type = str(config_dict.get("model_type", ""))
     base = model_type.removeprefix(PREFIX)
-    if not model_type.startswith(PREFIX) or base not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if not model_type.startswith(PREFIX) or base not in known_types():
         raise CheckpointError(
             "checkpoint",
-            f"model_type {model_type!r} is no rewired causal language model that this transformers knows",
+            f"model_type {model_type!r} is no rewired language model that this transformers knows",
             where="config.json",
             hint="install the transformers version named under 'fxskip.versions' in config.json",
         )
-    return family(_causal_lm(CONFIG_MAPPING[base]))
+    base_config = CONFIG_MAPPING[base]
+    return family(language_model(base_config), base_config)
 
 
 class FxSkipConfig:
@@ -256,13 +285,21 @@ class FxSkipForCausalLM:
 
 
 def register_families() -> None:
-    """Tell AutoConfig the rewired twins of all causal language models, without importing any of them."""
-    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    """Tell AutoConfig the rewired twins of all language models, without importing any of them."""
+    for model_type in known_types():
         AutoConfig.register(PREFIX + model_type, FxSkipConfig, exist_ok=True)
 
 
-def _causal_lm(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
-    return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[config_class])
+def text_part(config: PreTrainedConfig) -> str | None:
+    """The field that holds the config of the text model, where a config has parts."""
+    text = config.get_text_config()
+    return next((name for name in config.sub_configs if getattr(config, name) is text), None)
+
+
+def _auto_map(base_config: type[PreTrainedConfig]) -> dict[str, str]:
+    """What transformers runs for each Auto class where remote code is trusted."""
+    models = {each.__name__: "modeling_fxskip.FxSkipForCausalLM" for each in auto_classes(base_config)}
+    return {"AutoConfig": "modeling_fxskip.FxSkipConfig", **models}
 
 
 def _some(keys: Any) -> str:
@@ -275,12 +312,12 @@ def _model_class(config: Any) -> Any:
 
 
 def _bare_config(base: type[PreTrainedConfig]) -> Any:
-    cls = family(_causal_lm(base))[0]
+    cls = _config_twin(base)
     return cls.__new__(cls)
 
 
-def _bare_model(base: type[PreTrainedModel]) -> Any:
-    cls = family(base)[1]
+def _bare_model(base: type[PreTrainedModel], base_config: type[PreTrainedConfig]) -> Any:
+    cls = family(base, base_config)[1]
     return cls.__new__(cls)
 
 

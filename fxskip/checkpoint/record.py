@@ -23,16 +23,20 @@ class WiringRecord:
     blocks: tuple[SubBlock, ...]
     wiring_hash: str
     versions: Mapping[str, str]
+    leaves: tuple[str, ...] = ()
+    """Paths of the modules that run as they are (`fxskip.leaf`); the sub-blocks were found with these."""
 
     @classmethod
-    def of(cls, spec: Spec, blocks: Sequence[SubBlock], wiring: ModelWiring) -> WiringRecord:
+    def of(
+        cls, spec: Spec, blocks: Sequence[SubBlock], wiring: ModelWiring, leaves: Sequence[str] = ()
+    ) -> WiringRecord:
         """The record of a transform that has just been made."""
         versions = {
             "fxskip": __version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }
-        return cls(spec.to_dict(), tuple(blocks), wiring.digest(), versions)
+        return cls(spec.to_dict(), tuple(blocks), wiring.digest(), versions, tuple(leaves))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -42,6 +46,7 @@ class WiringRecord:
             "blocks": blocks,
             "wiring_hash": self.wiring_hash,
             "versions": dict(self.versions),
+            "leaves": list(self.leaves),
         }
 
     @classmethod
@@ -55,7 +60,8 @@ class WiringRecord:
             )
             if not blocks:
                 raise ValueError("it lists no sub-blocks")
-            return cls(dict(data["spec"]), blocks, str(data["wiring_hash"]), dict(data["versions"]))
+            leaves = tuple(map(str, data.get("leaves", ())))  # models saved by earlier versions lack it
+            return cls(dict(data["spec"]), blocks, str(data["wiring_hash"]), dict(data["versions"]), leaves)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 "checkpoint",

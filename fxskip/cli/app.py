@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import fxskip.cli as package
+from fxskip.cli.bench import bench
 from fxskip.cli.convert import convert
 from fxskip.cli.distill import distill
 from fxskip.cli.doctor import doctor
@@ -30,6 +31,7 @@ app.command("convert")(convert)
 app.command("distill")(distill)
 app.command("eval")(evaluate)
 app.command("doctor")(doctor)
+app.add_typer(bench, name="bench")
 
 
 @dataclass

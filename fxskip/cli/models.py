@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
+from fxskip.checkpoint.auto_classes import loader
 from fxskip.checkpoint.stored_weights import read_headers
 from fxskip.cli.arguments import Dtype
 from fxskip.cli.output import note
@@ -47,7 +48,7 @@ def checked_device(name: str) -> torch.device:
 def load_model(
     folder: Path, dtype: Dtype = Dtype.auto, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
-    """Load a causal language model; `auto` is the type in which its weights are stored.
+    """Load a language model; `auto` is the type in which its weights are stored.
 
     Raises CheckpointError where weights are missing or do not fit: transformers would go on with random ones.
     """
@@ -60,7 +61,7 @@ def load_model(
         )
     wanted = _stored_dtype(folder) if dtype is Dtype.auto else getattr(torch, dtype)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = loader(str(folder), config).from_pretrained(
             folder, config=config, dtype=wanted, output_loading_info=True, **_LOCAL
         )
     except (OSError, ValueError, RuntimeError) as error:

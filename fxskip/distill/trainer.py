@@ -19,6 +19,7 @@ from fxskip.distill.result import CurvePoint, Evaluation
 from fxskip.distill.run_folder import RunFolder
 from fxskip.errors import CheckpointError, FxskipError
 from fxskip.loss import cross_entropy, hidden_kl
+from fxskip.loss.products import accumulation_dtype
 
 
 @dataclass
@@ -135,6 +136,8 @@ class Trainer:
             chunk_tokens=config.chunk_tokens,
             student_bias=student.bias_V,
             teacher_bias=teacher.bias_V,
+            # The student starts as a rewired copy: their logits differ by little more than bfloat16 resolves.
+            logits_dtype=accumulation_dtype(hidden.dtype),
         )
         return kl, hidden_mse(streams, teacher_streams, batch.attention_mask_BL) if with_streams else None
 

@@ -1,16 +1,16 @@
 """The argument checks that all losses share. Each error names function, argument and what would be right."""
 
 import math
-from dataclasses import dataclass
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from fxskip.errors import FxskipError
-from fxskip.loss.head import Head, gemm_operand
+from fxskip.loss.head import Head
+from fxskip.loss.products import accumulation_dtype, gemm_operand
 
-DEFAULT_CHUNK_TOKENS = 1024
+DEFAULT_CHUNK_TOKENS = 4096
 
 
 class KLOptions(TypedDict, total=False):
@@ -26,57 +26,47 @@ class KLOptions(TypedDict, total=False):
     softcap: float | None
 
 
-@dataclass(frozen=True)
-class KLInputs:
-    """Checked arguments of a KL between two models. The teacher's side is detached."""
+class Reduction(NamedTuple):
+    """How the tokens of a call are put together, checked but for the values of the weights."""
 
-    student: Head
-    teacher: Head
-    teacher_hidden: Tensor
     weight_N: Tensor | None
     denominator: Tensor | float
     chunk_tokens: int
 
-    @classmethod
-    def checked(
-        cls,
-        who: str,
-        student_hidden: Any,
-        student_weight: Any,
-        teacher_hidden: Any,
-        teacher_weight: Any,
-        /,
-        **options: Unpack[KLOptions],
-    ) -> Self:
-        checked_hidden(who, "student_hidden", student_hidden)
-        checked_hidden(who, "teacher_hidden", teacher_hidden)
-        after_gemm: dict[str, Any] = {
-            "scale": options.get("scale", 1.0),
-            "softcap": options.get("softcap"),
-            "temperature": options.get("temperature", 1.0),
-        }
-        student_bias, teacher_bias = options.get("student_bias"), options.get("teacher_bias")
-        student = checked_head(who, "student_", student_hidden, student_weight, student_bias, **after_gemm)
-        with torch.no_grad():
-            teacher = checked_head(
-                who, "teacher_", teacher_hidden, teacher_weight, teacher_bias, **after_gemm
-            )
-        require_a_pair(who, student_hidden, student, teacher_hidden, teacher)
-        weight_N = checked_token_weight(who, student_hidden, options.get("token_weight"))
-        return cls(
-            student,
-            teacher,
-            teacher_hidden.detach(),
-            weight_N,
-            checked_denominator(who, student_hidden, weight_N, options.get("denominator")),
-            checked_chunk(who, options.get("chunk_tokens", DEFAULT_CHUNK_TOKENS)),
-        )
+
+def checked_pair(
+    who: str,
+    student_hidden: Any,
+    student_weight: Any,
+    teacher_hidden: Any,
+    teacher_weight: Any,
+    /,
+    **options: Unpack[KLOptions],
+) -> Reduction:
+    """Both sides are what they should be, and speak of the same tokens and of the same vocabulary."""
+    checked_hidden(who, "student_hidden", student_hidden)
+    checked_hidden(who, "teacher_hidden", teacher_hidden)
+    after_gemm: dict[str, Any] = {
+        "scale": options.get("scale", 1.0),
+        "softcap": options.get("softcap"),
+        "temperature": options.get("temperature", 1.0),
+    }
+    student = student_hidden, student_weight, options.get("student_bias")
+    teacher = teacher_hidden, teacher_weight, options.get("teacher_bias")
+    require_head(who, "student_", *student, **after_gemm)
+    require_head(who, "teacher_", *teacher, **after_gemm)
+    require_a_pair(who, student_hidden, student_weight, teacher_hidden, teacher_weight)
+    weight_N = checked_token_weight(who, student_hidden, options.get("token_weight"))
+    return Reduction(
+        weight_N,
+        checked_denominator(who, student_hidden, weight_N, options.get("denominator")),
+        checked_chunk(who, options.get("chunk_tokens", DEFAULT_CHUNK_TOKENS)),
+    )
 
 
 def require_a_pair(
-    who: str, student_hidden: Tensor, student: Head, teacher_hidden: Tensor, teacher: Head
+    who: str, student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor
 ) -> None:
-    """Both sides speak of the same tokens and of the same vocabulary."""
     require_same_device(who, student_hidden=student_hidden, teacher_hidden=teacher_hidden)
     if student_hidden.shape[0] != teacher_hidden.shape[0]:
         raise FxskipError(
@@ -84,7 +74,7 @@ def require_a_pair(
             f"teacher_hidden has {teacher_hidden.shape[0]} tokens, student_hidden {student_hidden.shape[0]}",
             hint="give both models the same tokens, in the same order",
         )
-    student_size, teacher_size = student.weight_VD.shape[0], teacher.weight_VD.shape[0]
+    student_size, teacher_size = student_weight.shape[0], teacher_weight.shape[0]
     if student_size != teacher_size:
         smaller = min(student_size, teacher_size)
         raise FxskipError(
@@ -122,6 +112,21 @@ def checked_head(
     temperature: float,
 ) -> Head:
     """The head that belongs to `hidden`, its weight cast to the dtype of `hidden`, as autocast would do."""
+    require_head(who, prefix, hidden, weight, bias, scale=scale, softcap=softcap, temperature=temperature)
+    return Head(gemm_operand(weight.to(hidden.dtype)), bias, scale, softcap, temperature)
+
+
+def require_head(
+    who: str,
+    prefix: str,
+    hidden: Tensor,
+    weight: Any,
+    bias: Any,
+    *,
+    scale: float,
+    softcap: float | None,
+    temperature: float,
+) -> None:
     name = f"{prefix}weight"
     checked_hidden(who, name, weight)
     if weight.shape[1] != hidden.shape[1]:
@@ -145,7 +150,6 @@ def checked_head(
         raise FxskipError(
             who, f"scale is {scale}", hint="scale multiplies the logits: a finite number that is not 0"
         )
-    return Head(gemm_operand(weight.to(hidden.dtype)), bias, scale, softcap, temperature)
 
 
 def require_positive(who: str, **values: float) -> None:
@@ -162,15 +166,18 @@ def require_same_device(who: str, **tensors: Tensor | None) -> None:
 
 
 def checked_chunk(who: str, chunk_tokens: Any) -> int:
-    if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int) or chunk_tokens < 1:
-        raise FxskipError(
-            who, f"chunk_tokens is {chunk_tokens!r}", hint="chunk_tokens is a whole number, 1 or more"
-        )
-    return chunk_tokens
+    return require_whole_number(who, "chunk_tokens", chunk_tokens)
+
+
+def require_whole_number(who: str, name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise FxskipError(who, f"{name} is {value!r}", hint=f"{name} is a whole number, 1 or more")
+    return value
 
 
 def checked_token_weight(who: str, hidden: Tensor, token_weight: Any) -> Tensor | None:
-    """`token_weight` as [N] in a float dtype, or None when all tokens count the same."""
+    """`token_weight` as [N] in a float dtype, or None when all tokens count the same; `require_weights` looks at
+    the values."""
     if token_weight is None:
         return None
     count = hidden.shape[0]
@@ -184,14 +191,26 @@ def checked_token_weight(who: str, hidden: Tensor, token_weight: Any) -> Tensor 
         raise FxskipError(
             who, "token_weight requires a gradient", hint="weights are constants: token_weight.detach()"
         )
-    weight_N = token_weight.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+    return token_weight.to(accumulation_dtype(hidden.dtype))
+
+
+def require_weights(who: str, weight_N: Tensor | None) -> None:
+    """Values of token weights; waits for the device."""
+    if weight_N is None:
+        return
     bad = ~(torch.isfinite(weight_N) & (weight_N >= 0))
     if bool(bad.any()):
         at = int(bad.nonzero()[0])
         raise FxskipError(
             who, f"token_weight[{at}] is {float(weight_N[at])}", hint="weights are finite and 0 or more"
         )
-    return weight_N
+
+
+def as_scalar(denominator: Tensor | float, hidden: Tensor) -> Tensor:
+    wide = accumulation_dtype(hidden.dtype)
+    if isinstance(denominator, Tensor):
+        return denominator.to(hidden.device, wide)
+    return torch.full((), denominator, dtype=wide, device=hidden.device)
 
 
 def checked_denominator(

@@ -10,17 +10,69 @@ They take the same arguments as `hidden_kl` (without beta) and give the same num
 
 # N tokens, t tokens in one chunk, D width, V vocabulary
 
-from dataclasses import replace
-from typing import Any, Unpack
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fxskip.errors import FxskipError
-from fxskip.loss.arguments import KLInputs, KLOptions
-from fxskip.loss.chunked import Rows, row_chunks
-from fxskip.loss.head import accumulation_dtype
+from fxskip.loss.arguments import KLOptions, checked_head, checked_pair, require_weights
+from fxskip.loss.engine import Rows
+from fxskip.loss.head import Head
+from fxskip.loss.products import accumulation_dtype
+
+
+@dataclass(frozen=True)
+class KLInputs:
+    """Checked arguments of a KL between two models. The teacher's side is detached."""
+
+    student: Head
+    teacher: Head
+    teacher_hidden: Tensor
+    weight_N: Tensor | None
+    denominator: Tensor | float
+    chunk_tokens: int
+
+    @classmethod
+    def checked(
+        cls,
+        who: str,
+        student_hidden: Tensor,
+        student_weight: Tensor,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        /,
+        **options: Unpack[KLOptions],
+    ) -> Self:
+        pair = student_hidden, student_weight, teacher_hidden, teacher_weight
+        reduction = checked_pair(who, *pair, **options)
+        require_weights(who, reduction.weight_N)
+        after_gemm: dict[str, Any] = {
+            "scale": options.get("scale", 1.0),
+            "softcap": options.get("softcap"),
+            "temperature": options.get("temperature", 1.0),
+        }
+        student_bias, teacher_bias = options.get("student_bias"), options.get("teacher_bias")
+        student = checked_head(who, "student_", student_hidden, student_weight, student_bias, **after_gemm)
+        with torch.no_grad():
+            teacher = checked_head(
+                who, "teacher_", teacher_hidden, teacher_weight, teacher_bias, **after_gemm
+            )
+        return cls(student, teacher, teacher_hidden.detach(), *reduction)
+
+
+def row_chunks(count: int, weight_N: Tensor | None, chunk_tokens: int) -> Iterator[Rows]:
+    """Consecutive chunks; with weights only the rows that count: a masked row costs and spoils nothing."""
+    if weight_N is None:
+        for start in range(0, count, chunk_tokens):
+            yield slice(start, min(start + chunk_tokens, count))
+    else:
+        counted = weight_N.nonzero().flatten()
+        for start in range(0, len(counted), chunk_tokens):
+            yield counted[start : start + chunk_tokens]
 
 
 def dense_kl(

@@ -10,14 +10,19 @@ from torch import Tensor
 from fxskip.errors import FxskipError
 from fxskip.loss.arguments import (
     DEFAULT_CHUNK_TOKENS,
+    as_scalar,
     checked_chunk,
     checked_denominator,
-    checked_head,
     checked_hidden,
     checked_token_weight,
+    require_head,
     require_same_device,
+    require_weights,
 )
-from fxskip.loss.chunked import ChunkLoss, Rows, Task, chunked_loss
+from fxskip.loss.gradient_rules import wanted_of
+from fxskip.loss.implementation import chosen_implementation
+from fxskip.loss.operators import sparse_kl_operator
+from fxskip.loss.products import accumulation_dtype
 
 
 def cross_entropy(
@@ -35,38 +40,42 @@ def cross_entropy(
     """Weighted sum over tokens of -log q[label] in nats, divided by `denominator`; float32 scalar.
 
     `labels` is [N], int64: row n of `hidden` predicts labels[n], so the caller has shifted them. A row with
-    label -100 has weight 0. All else is as in `hidden_kl`, the chunks and the gradient in the forward too.
+    label -100 has weight 0. All else is as in `sparse_kl`, of which this is the case of one token with all the
+    mass; logits are float32.
     """
     who = "cross_entropy"
     checked_hidden(who, "hidden", hidden)
-    with torch.no_grad():
-        head = checked_head(who, "", hidden, weight, bias, scale=scale, softcap=softcap, temperature=1.0)
-        counted_N = checked_labels(who, hidden, labels, head.weight_VD.shape[0])
-        given_N = checked_token_weight(who, hidden, token_weight)
-        weight_N = counted_N if given_N is None else given_N * counted_N
-    task = Task(
+    require_head(who, "", hidden, weight, bias, scale=scale, softcap=softcap, temperature=1.0)
+    counted_N = checked_labels(who, hidden, labels, weight.shape[0])
+    given_N = checked_token_weight(who, hidden, token_weight)
+    require_weights(who, given_N)
+    weight_N = counted_N if given_N is None else given_N * counted_N
+    # A label is a teacher that puts all its mass on one token.
+    ids_N1 = labels.clamp_min(0)[:, None]
+    loss: Tensor = sparse_kl_operator(
+        hidden,
+        weight,
+        bias,
+        wanted_of(hidden, weight, bias),
         who,
-        head,
-        negative_log_likelihood(labels),
+        ids_N1,
+        torch.zeros_like(ids_N1, dtype=torch.float32),
+        None,
         weight_N,
-        checked_denominator(who, hidden, weight_N, denominator),
+        as_scalar(checked_denominator(who, hidden, weight_N, denominator), hidden),
+        float(scale),
+        None if softcap is None else float(softcap),
+        1.0,
+        "truncated",
+        None,
         checked_chunk(who, chunk_tokens),
-    )
-    return chunked_loss(task, hidden, weight, bias)
-
-
-def negative_log_likelihood(labels_N: Tensor) -> ChunkLoss:
-    """-log q[label]; its gradient by the logits is q minus the one-hot label."""
-
-    def chunk_loss(logq_tV: Tensor, rows: Rows, *, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
-        labels_t1 = labels_N[rows][:, None]
-        loss_t = -logq_tV.gather(1, labels_t1).squeeze(1)
-        if not with_gradient:
-            return loss_t, None
-        q_tV = logq_tV.exp_()
-        return loss_t, q_tV.scatter_add_(1, labels_t1, -torch.ones_like(labels_t1, dtype=q_tV.dtype))
-
-    return chunk_loss
+        2,
+        accumulation_dtype(hidden.dtype),
+        "",
+        chosen_implementation(who, "auto", hidden, scale),
+        False,
+    )[0]
+    return loss
 
 
 def checked_labels(who: str, hidden: Tensor, labels: Any, vocabulary: int) -> Tensor:

@@ -9,8 +9,12 @@ from fxskip.ir import (
     block_nodes,
     copy_graph,
     dataflow,
+    info,
+    is_leaf,
     is_matrix_product,
     is_tensor,
+    leaf_contents,
+    leaf_path,
     module_path,
     op_name,
     reachable,
@@ -19,6 +23,7 @@ from fxskip.ir import (
     writes,
 )
 
+_CHOICES = ("topk", "argmax")
 _SEQUENCE_MIXING = ("conv1d", "selective_scan", "delta_rule", "linear_attn", "chunk_scan")
 
 
@@ -34,7 +39,11 @@ def classify(graph: fx.Graph) -> fx.Graph:
         nodes = list(block_nodes(new, write.number))
         kind = kind_of(nodes)
         for node in (*nodes, write.result):
-            update(node, kind=kind)
+            about = info(node)
+            if (
+                about is not None and about.write == write.number
+            ):  # what is shared is named by its first block
+                update(node, kind=kind)
     return new
 
 
@@ -57,10 +66,30 @@ def kind_of(nodes: list[fx.Node]) -> str:
         return "attention"
     if routing:
         return "moe"
-    if any(part in op_name(n) for n in nodes for part in _SEQUENCE_MIXING):
+    if any(map(mixes_the_sequence, nodes)):
         return "mixer"
+    _require_no_leaf(nodes)
     _require_known(nodes)
     return "dense"
+
+
+def mixes_the_sequence(node: fx.Node) -> bool:
+    """Whether the operation is one that recurrences over the sequence have, and attention has not."""
+    return any(part in op_name(node) for part in _SEQUENCE_MIXING)
+
+
+def _require_no_leaf(nodes: list[fx.Node]) -> None:
+    for node in nodes:
+        if is_leaf(node):
+            raise PassError(
+                "classify",
+                f"cannot tell what this sub-block is: {leaf_path(node)} runs as it is, no top-k routes tokens to it, "
+                "and it holds no list or stack of experts",
+                where=f"module {leaf_path(node)}",
+                hint="if all that it adds is routed, say so before the transform:\nimport fxskip\n"
+                'fxskip.leaf(ItsClass, adds="routed")\n'
+                "otherwise rewrite it so that torch.compile(fullgraph=True) accepts it",
+            )
 
 
 def _require_known(nodes: list[fx.Node]) -> None:
@@ -88,7 +117,7 @@ def routing_nodes(nodes: list[fx.Node]) -> list[fx.Node]:
 
     A top-k that selects the keys of a sparse attention is none: attention depends on it.
     """
-    candidates = [n for n in nodes if op_name(n) == "topk" or "grouped_mm" in op_name(n)]
+    candidates = [n for n in nodes if op_name(n) in _CHOICES or "grouped_mm" in op_name(n) or _is_moe(n)]
     if not candidates:
         return []
     inside = set(nodes)
@@ -97,13 +126,20 @@ def routing_nodes(nodes: list[fx.Node]) -> list[fx.Node]:
     return [n for n in candidates if not reachable([n], edges) & attention]
 
 
+def _is_moe(node: fx.Node) -> bool:
+    return is_leaf(node) and leaf_contents(node) != "unknown"
+
+
 def _is_attention(node: fx.Node, nodes: list[fx.Node]) -> bool:
     """A fused attention, or the softmax over [batch, heads, queries, keys] of one that is written out.
 
-    The scores come from a matrix product and feed another one; a router's softmax is over [tokens, experts].
+    Scores are products of two activations and feed another product; a router multiplies with a parameter.
     """
     if "attention" in op_name(node) or "flash_attn" in op_name(node):
         return True
     if op_name(node) != "softmax" or not is_tensor(node) or value(node).dim() < 3:
         return False
-    return sum(is_matrix_product(n) for n in nodes) >= 2
+    inside = set(nodes)
+    operands = {n: set(n.all_input_nodes) & inside for n in nodes}
+    before = reachable(operands[node], {n: set() if is_matrix_product(n) else operands[n] for n in nodes})
+    return any(is_matrix_product(n) and not is_leaf(n) and len(operands[n]) > 1 for n in before)

@@ -10,7 +10,7 @@ import operator
 
 from torch import fx
 
-from fxskip.ir import copy_graph, mutated_base, op_name, storage, value
+from fxskip.ir import copy_graph, is_blank, is_scattered_add, mutated_base, op_name, storage, value
 
 _FUNCTIONAL = {
     "add_": operator.add,
@@ -27,7 +27,8 @@ _FUNCTIONAL = {
 def functionalise(graph: fx.Graph) -> fx.Graph:
     """Return a copy of `graph` without the in-place arithmetic that has an ordinary equivalent.
 
-    Changes  `a.add_(b)`, `a += b` and their like into `a + b`, with later readers of `a` reading the sum
+    Changes  `a.add_(b)`, `a += b` and their like into `a + b`, `a.index_add_(...)` into `a.index_add(...)` where
+             `a` is not blank; later readers of `a` read the sum
     Leaves   `graph` itself; writes to the graph's inputs (buffers), writes that change shape or type, and
              writes whose memory is read later through another view; `find_stream` refuses those that matter
     """
@@ -36,15 +37,27 @@ def functionalise(graph: fx.Graph) -> fx.Graph:
     outside = {storage(n) for n in new.nodes if n.op in ("placeholder", "get_attr")}
     for node in list(new.nodes):
         base = mutated_base(node)
-        if base is None or op_name(node) not in _FUNCTIONAL or len(node.args) != 2 or node.kwargs:
+        if base is None or not (_is_arithmetic(node) or _adds_into_a_value(node, base)):
             continue
         if storage(base) in outside or _seen_otherwise(node, base, order) or not _same_type(node, base):
             continue
         for user in [u for u in base.users if order[u] > order[node]]:
             user.replace_input_with(base, node)
-        node.target, node.op = _FUNCTIONAL[op_name(node)], "call_function"
+        if _is_arithmetic(node):
+            node.target, node.op = _FUNCTIONAL[op_name(node)], "call_function"
+        else:
+            node.target, node.op = op_name(node).removesuffix("_"), "call_method"
     new.lint()
     return new
+
+
+def _is_arithmetic(node: fx.Node) -> bool:
+    return op_name(node) in _FUNCTIONAL and len(node.args) == 2 and not node.kwargs
+
+
+def _adds_into_a_value(node: fx.Node, base: fx.Node) -> bool:
+    """Whether routed outputs may be added to something that is there already, as to a shared expert's output."""
+    return is_scattered_add(node) and node.op == "call_method" and not is_blank(base)
 
 
 def _seen_otherwise(node: fx.Node, base: fx.Node, order: dict[fx.Node, int]) -> bool:
@@ -60,6 +73,8 @@ def _seen_otherwise(node: fx.Node, base: fx.Node, order: dict[fx.Node, int]) -> 
 
 def _same_type(node: fx.Node, base: fx.Node) -> bool:
     """Whether the ordinary operation gives the type and shape that the in-place one keeps."""
+    if not _is_arithmetic(node):
+        return True
     before, other = value(base), node.args[1]
     if not isinstance(other, fx.Node):
         return bool(before.dtype.is_floating_point)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxskip.errors import PassError
 from fxskip.ir import (
     NodeInfo,
     Write,
@@ -25,6 +24,7 @@ from fxskip.ir import (
     info,
     stream_inputs,
     stream_outputs,
+    stream_values,
     value,
     writes,
 )
@@ -34,7 +34,8 @@ from fxskip.wiring import FULL, RegionWiring, Variant
 def reroute(graph: fx.Graph, wiring: RegionWiring) -> fx.Graph:
     """Return a copy of `graph` wired as `wiring` says, with as many streams in and out.
 
-    Needs    the annotations of `split_contributions`; as many markers as the wiring has streams
+    Needs    the annotations of `split_contributions`; no moved block shares a node with another (`unshare`); as
+             many markers as the wiring has streams
     Changes  the stream argument of each sub-block's compute nodes; adds the additions that make the
              variants; replaces the values of the `stream_out` markers
     Leaves   `graph` itself; every write to the full stream (unless the wiring splits sums)
@@ -42,43 +43,30 @@ def reroute(graph: fx.Graph, wiring: RegionWiring) -> fx.Graph:
     new = copy_graph(graph)
     builder = _Variants(new, wiring)
     for write, block in zip(builder.writes, wiring.blocks, strict=True):
-        if block.reads:
-            _move_readers(new, write, builder.at(write.number - 1, block.reads))
+        if wiring.is_moved(write.number):
+            _move_readers(new, write, builder.at(write.source, block.reads))
     if wiring.split_sum:
         for write in builder.writes:
             _split_sum(new, write, builder)
     for index, marker in stream_outputs(new).items():
         if index > 0 or wiring.split_sum:
             marker.replace_input_with(
-                marker.all_input_nodes[0], builder.at(len(builder.writes), wiring.outputs[index])
+                marker.all_input_nodes[0], builder.at(builder.values[-1], wiring.outputs[index])
             )
     new.lint()
     return new
 
 
 def _move_readers(graph: fx.Graph, write: Write, source: fx.Node) -> None:
-    readers = [n for n in block_nodes(graph, write.number) if write.anchor in n.all_input_nodes]
-    if not readers:
-        raise PassError(
-            "reroute",
-            f"no operation of sub-block {write.number} reads the stream",
-            where=f"the block that ends in {write.result.name!r}",
-            hint="this is a defect in find_stream: please report it with the model type",
-        )
-    for node in readers:
+    for node in list(block_nodes(graph, write.number)):
         # Only what the block computes from moves. The add that writes its result keeps the newest value,
         # or the stream would lose what was written in between.
-        node.replace_input_with(write.anchor, source)
+        node.replace_input_with(write.source, source)
 
 
 def _split_sum(graph: fx.Graph, write: Write, builder: _Variants) -> None:
     """Write `(r + shared) + routed` instead of `r + (routed + shared)`."""
-    names = {
-        a.addend
-        for n in block_nodes(graph, write.number)
-        if (a := info(n)) is not None and a.role == "addend"
-    }
-    if names != {"routed", "shared"}:
+    if not builder.splits(write):
         return
     shared = builder.contribution(write, frozenset({"routed"}))
     routed = builder.contribution(write, frozenset({"shared"}))
@@ -95,32 +83,63 @@ class _Variants:
 
     def __init__(self, graph: fx.Graph, wiring: RegionWiring) -> None:
         self.graph = graph
+        self._split_sum = wiring.split_sum
         self.writes = writes(graph)
+        self.values = stream_values(graph)
+        self._by_result = {write.result: write for write in self.writes}
         incoming = stream_inputs(graph)
-        self._made: dict[tuple[int, Variant], fx.Node] = {
-            (0, variant): incoming[i] for i, variant in enumerate(wiring.inputs)
+        self._made: dict[tuple[fx.Node, Variant], fx.Node] = {
+            (self.values[0], variant): incoming[i] for i, variant in enumerate(wiring.inputs)
         }
 
-    def at(self, number: int, variant: Variant) -> fx.Node:
-        """The value of the stream after write `number` that lacks `variant`, as far as written by then."""
-        variant = frozenset(pair for pair in variant if pair[0] <= number)
-        if number > 0 and variant == FULL:
-            return self.writes[number - 1].result
-        if (number, variant) not in self._made:
-            self._made[number, variant] = self._build(number, variant)
-        return self._made[number, variant]
+    def at(self, stream: fx.Node, variant: Variant) -> fx.Node:
+        """What `stream`, a value of the full stream, is without `variant`, as far as written by then."""
+        about = info(stream)
+        assert about is not None
+        variant = frozenset(pair for pair in variant if pair[0] <= about.write)
+        if variant == FULL:
+            return stream
+        if (stream, variant) not in self._made:
+            self._made[stream, variant] = self._build(stream, variant)
+        return self._made[stream, variant]
 
-    def _build(self, number: int, variant: Variant) -> fx.Node:
-        write = self.writes[number - 1]
-        base = self.at(number - 1, variant)
-        contribution = self.contribution(write, frozenset(addend for at, addend in variant if at == number))
-        if contribution is None:
-            return base
-        with self.graph.inserting_after(write.result):
-            node = self.graph.call_function(torch.add, (base, contribution))
-        node.meta.update(write.result.meta)
-        annotate(node, NodeInfo("variant", number))
-        return node
+    def _build(self, stream: fx.Node, variant: Variant) -> fx.Node:
+        before = self.values[self.values.index(stream) - 1]
+        base = self.at(before, variant)
+        write = self._by_result.get(stream)
+        if write is None:  # a carry: the same operation once more
+            with self.graph.inserting_after(stream):
+                node = self.graph.node_copy(stream, lambda n: base if n is before else n)
+            annotate(node, NodeInfo("variant", self._number(stream)))
+            return node
+        dropped = frozenset(addend for at, addend in variant if at == write.number)
+        for part in self._parts(write, dropped):
+            with self.graph.inserting_after(stream):
+                node = self.graph.call_function(torch.add, (base, part))
+            node.meta.update(stream.meta)
+            annotate(node, NodeInfo("variant", write.number))
+            base = stream = node
+        return base
+
+    def _parts(self, write: Write, dropped: frozenset[str]) -> list[fx.Node]:
+        """What is added for `write`, one addition each: the contribution as it is, or shared and then routed."""
+        ways = [dropped]
+        if self._split_sum and not dropped and self.splits(write):
+            ways = [frozenset({"routed"}), frozenset({"shared"})]
+        return [part for way in ways if (part := self.contribution(write, way)) is not None]
+
+    def splits(self, write: Write) -> bool:
+        """Whether the write adds both routed and shared experts."""
+        return {
+            a.addend
+            for n in block_nodes(self.graph, write.number)
+            if (a := info(n)) is not None and a.role == "addend"
+        } == {"routed", "shared"}
+
+    def _number(self, stream: fx.Node) -> int:
+        about = info(stream)
+        assert about is not None
+        return about.write
 
     def contribution(self, write: Write, lacks: frozenset[str]) -> fx.Node | None:
         """What the write adds without the addends named in `lacks`; None if nothing is left."""

@@ -9,7 +9,10 @@ and linear operations on the way (reshape, cast, a constant factor) are remember
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fxskip.errors import PassError
 from fxskip.ir import (
@@ -19,8 +22,12 @@ from fxskip.ir import (
     dataflow,
     info,
     is_add,
+    is_blank,
+    is_leaf,
     is_matrix_product,
     is_tensor,
+    leaf_contents,
+    leaf_path,
     op_name,
     reachable,
     reverse,
@@ -30,16 +37,11 @@ from fxskip.ir import (
     writers,
     writes,
 )
+from fxskip.linear import PRODUCTS, QUOTIENTS, linear_operand
 from fxskip.passes.classify import routing_nodes
 
-_VIEWS = frozenset(
-    {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "contiguous", "clone"}
-)
-_CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16"})
-_PRODUCTS = frozenset({"mul", "multiply"})
-_QUOTIENTS = frozenset({"truediv", "div"})
-_SCATTERED_ADDS = frozenset({"index_add", "scatter_add", "index_put", "scatter_reduce"})
-_BLANK = ("zeros", "empty", "full", "new_zeros", "new_empty", "new_full")
+_ADDS = ("add", "index_add", "index_put", "scatter_add", "scatter_reduce")
+_WRITES_INTO = frozenset({*_ADDS, "copy", "index_copy", "masked_scatter", "scatter", "setitem"})
 
 
 def split_contributions(graph: fx.Graph) -> fx.Graph:
@@ -72,30 +74,40 @@ def addends(graph: fx.Graph, write: int) -> tuple[str, ...]:
 
 def inseparable_reason(graph: fx.Graph, write: Write) -> str:
     """Why something unrouted hides inside a MoE write's routed addend; "" where nothing does."""
-    nodes = set(block_nodes(graph, write.number))
-    leaf = next((n for n in nodes if (a := info(n)) is not None and a.addend == "routed"), None)
-    if leaf is None:
+    inside = list(block_nodes(graph, write.number))
+    nodes = set(inside)
+    added = [n for n in inside if (a := info(n)) is not None and a.addend == "routed"]
+    if not added:
         return ""
     routed = _routed(graph, nodes)
-    before = reachable([leaf], reverse(dataflow(graph))) & nodes
+    if (alone := _routes_itself(inside)) is not None:
+        return (
+            f"the module {leaf_path(alone)} runs as it is and routes tokens itself; if it has no shared expert inside, "
+            'declare its class with fxskip.leaf(..., adds="routed"), else put the loop over experts, or the shared '
+            "expert, into a module of its own"
+        )
+    before = reachable(added, reverse(dataflow(graph))) & nodes
     width = value(write.result).shape[-1]
-    for node in (n for n in graph.nodes if n in before and is_tensor(n) and value(n).shape[-1:] == (width,)):
+    chosen = reachable(routing_nodes(inside), {n: set(n.users) for n in graph.nodes})
+    for node in (n for n in graph.nodes if n in before):
+        base = node.args[0] if op_name(node).rstrip("_") in _WRITES_INTO else None
+        if isinstance(base, fx.Node) and base not in chosen and _is_wide(base, width) and not is_add(node):
+            into_something = not is_blank(base) and any(
+                a in routed for a in node.all_input_nodes if a is not base
+            )
+            if into_something:
+                return f"{op_name(node)} ({node.name!r}) adds the routed experts into {base.name!r}"
+        if not _is_wide(node, width):
+            continue
         wide = [a for a in node.all_input_nodes if a in nodes and _is_wide(a, width)]
         plain = [a for a in wide if a not in routed and _is_projected(a, nodes)]
         if (
             plain
             and len(plain) < len(wide)
             and not is_matrix_product(node)
-            and op_name(node) not in _PRODUCTS | _QUOTIENTS
+            and op_name(node) not in PRODUCTS | QUOTIENTS
         ):
             return f"{op_name(node)} ({node.name!r}) joins {plain[0].name!r} with the routed experts' output"
-        base = (
-            node.args[0]
-            if op_name(node).rstrip("_") in _SCATTERED_ADDS | {"add", "setitem", "copy"}
-            else None
-        )
-        if isinstance(base, fx.Node) and node in routed and not is_add(node) and not _is_blank(base):
-            return f"{op_name(node)} ({node.name!r}) adds the routed experts into {base.name!r}"
     return ""
 
 
@@ -112,21 +124,24 @@ def _routed(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
         found |= reachable(more, edges)
 
 
-def _is_wide(node: fx.Node, width: object) -> bool:
-    return is_tensor(node) and value(node).is_floating_point() and value(node).shape[-1:] == (width,)
+def _routes_itself(nodes: list[fx.Node]) -> fx.Node | None:
+    """A leaf that may hold a shared expert beside routed ones: no choice of experts is made outside it."""
+    chosen = routing_nodes([n for n in nodes if not is_leaf(n)])
+    after = reachable(chosen, dataflow(nodes[0].graph))
+    return next((n for n in nodes if is_leaf(n) and leaf_contents(n) != "routed" and n not in after), None)
+
+
+def _is_wide(node: fx.Node, width: Any) -> bool:
+    """Whether the value can be a part of the stream. A size that depends on values is no width."""
+    if not (is_tensor(node) and value(node).is_floating_point() and value(node).dim() > 0):
+        return False
+    return statically_known_true(value(node).shape[-1] == width)
 
 
 def _is_projected(node: fx.Node, nodes: set[fx.Node]) -> bool:
     """Whether a matrix product made the value: an expert's output, not the block's normalised input."""
     edges = {n: set(n.all_input_nodes) & nodes for n in nodes}
     return any(is_matrix_product(n) for n in reachable([node], edges))
-
-
-def _is_blank(base: fx.Node) -> bool:
-    """Whether the memory of `base` held nothing but a constant when it was made."""
-    memory = storage(base)
-    maker = next(n for n in base.graph.nodes if storage(n) == memory)
-    return op_name(maker).removesuffix("_like") in _BLANK
 
 
 def _require_settled(graph: fx.Graph, write: Write) -> None:
@@ -149,10 +164,15 @@ def _require_settled(graph: fx.Graph, write: Write) -> None:
 def _open_sum(node: fx.Node, routed: set[fx.Node], nodes: set[fx.Node]) -> None:
     """Annotate the tree of additions and linear operations that ends in `node`."""
     about = info(node)
-    if about is not None and about.role != "compute":
+    if about is not None and (about.role != "compute" or about.also):
         raise PassError(
             "split_contributions",
-            f"{node.name!r} is added to the stream more than once in one write",
+            f"{node.name!r} is "
+            + (
+                "part of another block too"
+                if about.also
+                else "added to the stream more than once in one write"
+            ),
             where=f"write {about.write} of the region",
             hint="this architecture is not supported",
         )
@@ -162,45 +182,28 @@ def _open_sum(node: fx.Node, routed: set[fx.Node], nodes: set[fx.Node]) -> None:
     if storage(node) in writers(node.graph):
         update(node, role="addend", addend="routed")  # its value is more than its operation says
         return
-    if is_add(node) and sum(a in routed for a in node.args) == 1 and all(a in nodes for a in node.args):
+    if is_add(node) and _is_mixed(node, routed, nodes):
         update(node, role="sum")
         for operand in node.args:
             _open_sum(operand, routed, nodes)  # type: ignore[arg-type]
         return
-    source = linear_operand(node)
-    if source is not None and source in nodes and _reaches_a_sum(source, routed, nodes):
+    source = linear_operand(node, routed)
+    if source is not None and _is_mixed(source, routed, nodes):
         update(node, role="sum")
         _open_sum(source, routed, nodes)
         return
     update(node, role="addend", addend="routed")
 
 
-def _reaches_a_sum(node: fx.Node, routed: set[fx.Node], nodes: set[fx.Node]) -> bool:
-    """Whether linear operations lead back from `node` to an addition of something routed and something not."""
-    while True:
-        if is_add(node):
-            return sum(a in routed for a in node.args) == 1 and all(a in nodes for a in node.args)
-        source = linear_operand(node)
-        if source is None or source not in nodes:
-            return False
-        node = source
-
-
-def linear_operand(node: fx.Node) -> fx.Node | None:
-    """The tensor that a linear, element-preserving operation is applied to; None for any other operation.
-
-    Applying the operation to each summand and adding gives the operation of the sum (a cast: up to rounding).
-    """
-    tensors = [a for a in node.args if isinstance(a, fx.Node) and is_tensor(a)]
-    if not tensors or not is_tensor(node):
-        return None
-    name, result, operand = op_name(node), value(node), tensors[0]
-    is_first = node.args[0] is operand
-    if name in _CASTS and is_first and result.dtype.is_floating_point:
-        return operand
-    if node.kwargs:
-        return None
-    if name in _VIEWS and is_first and result.dtype == value(operand).dtype:
-        return operand
-    is_scale = name in _PRODUCTS or (name in _QUOTIENTS and is_first)
-    return operand if is_scale and len(tensors) == 1 and len(node.args) == 2 else None
+def _is_mixed(node: fx.Node, routed: set[fx.Node], nodes: set[fx.Node]) -> bool:
+    """Whether `node` is a sum, through linear operations, of something routed and something not."""
+    if node not in routed or storage(node) in writers(node.graph):
+        return False
+    if not is_add(node):
+        source = linear_operand(node, routed)
+        return source is not None and _is_mixed(source, routed, nodes)
+    operands = [a for a in node.args if isinstance(a, fx.Node)]
+    if not all(a in nodes for a in operands):
+        return False
+    others = [a for a in operands if a not in routed]
+    return not all(map(is_blank, others)) or any(_is_mixed(a, routed, nodes) for a in operands)

@@ -23,7 +23,10 @@ def sub_blocks(graph: fx.Graph, *, layer: int, layer_path: str) -> list[SubBlock
         names = addends(graph, write.number)
         reason = inseparable_reason(graph, write) if about.kind == "moe" else ""
         path = ".".join(part for part in (layer_path, _module(nodes)) if part)
-        found.append(SubBlock(layer, about.kind, path, names, reason))
+        source = info(write.source)
+        assert source is not None
+        behind = write.number - 1 - source.write
+        found.append(SubBlock(layer, about.kind, path, names, reason, behind))
     return found
 
 

@@ -4,14 +4,13 @@ from fxskip.planning.legend import legend
 from fxskip.planning.markup import document, element
 from fxskip.planning.page import page, wiring_section
 from fxskip.planning.picture import pictures
-from fxskip.planning.plan import Plan, PlannedBlock, Rest, make_plan
+from fxskip.planning.plan import Plan, PlannedBlock, make_plan
 from fxskip.planning.window import LayerWindow, Window
 
 __all__ = [
     "LayerWindow",
     "Plan",
     "PlannedBlock",
-    "Rest",
     "Window",
     "document",
     "element",

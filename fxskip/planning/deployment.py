@@ -45,13 +45,14 @@ class Wishes:
             )
 
 
-def deployment(wishes: Wishes, spec: Spec, costs: Sequence[Costs], *, dtype: str, heads: int) -> Deployment:
-    """Settle what was left open. `dtype` and `heads` (of attention) are the model's.
+def deployment(wishes: Wishes, spec: Spec, costs: Sequence[Costs], *, dtype: str) -> Deployment:
+    """Settle what was left open. `dtype` is the model's.
 
     Raises SpecError for sizes that do not divide what they are to spread, and for a type without a figure.
     """
     hardware = wishes.hardware
     experts = math.gcd(*(c.experts for c in costs if c.experts))
+    heads = math.gcd(*(c.heads for c in costs))
     axes = spec.parallel
     exchange: Exchange = axes.expert.exchange if axes and axes.expert else "all_to_all"
     expert = wishes.expert_size or (axes.expert.size if axes and axes.expert else None)
@@ -67,9 +68,10 @@ def deployment(wishes: Wishes, spec: Spec, costs: Sequence[Costs], *, dtype: str
                 f"{size} ranks cannot share {shared} {name} evenly",
                 hint=f"write a size that divides {shared}",
             )
+    matrix_type = _matrix_type(wishes.dtype, dtype, hardware)
     return Deployment(
         hardware,
-        _matrix_type(wishes.dtype or dtype, hardware),
+        matrix_type,
         wishes.tokens_per_rank,
         wishes.context_tokens,
         expert,
@@ -77,15 +79,21 @@ def deployment(wishes: Wishes, spec: Spec, costs: Sequence[Costs], *, dtype: str
         tensor,
         wishes.copies_per,
         assumed,
+        "" if wishes.dtype or matrix_type == dtype else dtype,
     )
 
 
-def _matrix_type(name: str, hardware: Hardware) -> MatrixType:
-    for known in hardware.matrix_flop_per_s:
-        if known == name:
+def _matrix_type(wish: str | None, own: str, hardware: Hardware) -> MatrixType:
+    """The type that was asked for, or the model's; bfloat16, or what there is, where the latter has no figure."""
+    figures = hardware.matrix_flop_per_s
+    if wish is None:
+        fallback: MatrixType = "bfloat16" if "bfloat16" in figures else next(iter(figures))
+        return next((known for known in figures if known == own), fallback)
+    for known in figures:
+        if known == wish:
             return known
     raise SpecError(
         "plan",
-        f"{hardware.name} has no figure for matrix products in {name}",
-        hint=f"pass dtype= one of {', '.join(hardware.matrix_flop_per_s)}, or add it to a copy of the hardware file",
+        f"{hardware.name} has no figure for matrix products in {wish}",
+        hint=f"pass dtype= one of {', '.join(figures)}, or add it to a copy of the hardware file",
     )

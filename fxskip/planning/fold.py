@@ -63,7 +63,8 @@ def _wirings(plan: Plan) -> list[tuple[Hashable, ...]]:
         drawing = (block.kind, block.adds, block.without, block.refused is None, windows, block.costs)
         layers.setdefault(block.layer, []).append(drawing)
     for row in plan.layers:
-        layers[row.layer].append((round(row.exposed_before_us, 1), round(row.exposed_after_us, 1)))
+        exposures = (row.exposed_before_us, row.exposed_after_us)
+        layers[row.layer].append(tuple(None if us is None else round(us, 1) for us in exposures))
     return [tuple(layer) for layer in layers.values()]
 
 

@@ -9,7 +9,19 @@ from fxskip.planning.legend import SIGNS, TERMS, legend
 from fxskip.planning.markup import document, element
 from fxskip.planning.picture import pictures
 from fxskip.planning.plan import Plan, PlannedBlock
-from fxskip.planning.words import deployed, kind, milliseconds, short, short_path, span, unseen, verdict
+from fxskip.planning.words import (
+    deployed,
+    kind,
+    mflop,
+    milliseconds,
+    short,
+    short_path,
+    span,
+    unseen,
+    verdict,
+    whole,
+)
+from fxskip.schedule.sizes import total
 
 _COLUMNS = (
     "Layer",
@@ -69,7 +81,10 @@ def _headline(plan: Plan) -> ET.Element:
     experts = [block for block in plan.blocks if block.kind == "moe"]
     dispatches = sum(bool(block.window.dispatch_under) for block in experts)
     combines = sum(bool(block.window.combine_under) for block in experts)
-    exchange = sum(b.costs.experts_per_token * b.costs.hidden_size for b in experts) * plan.deployment.bytes
+    copies = [
+        None if (k := b.costs.experts_per_token) is None else k * b.costs.hidden_size * plan.deployment.bytes
+        for b in experts
+    ]
     streams = "stream" if plan.streams == 1 else "streams"
     beside = "experts that other sub-blocks can run beside"
     return element(
@@ -78,7 +93,7 @@ def _headline(plan: Plan) -> ET.Element:
         _figure(f"{dispatches} of {len(experts)}", f"dispatches to {beside}"),
         _figure(f"{combines} of {len(experts)}", f"combines from {beside}"),
         _figure(str(plan.streams), f"{streams} between layers (the original has 1)"),
-        _figure(short(exchange, "B"), "a token sends to experts in one forward pass, and gets back"),
+        _figure(short(total(copies), "B"), "a token sends to experts in one forward pass, and gets back"),
         _figure(short(plan.parameters, "", 4), "parameters; none is added or removed"),
         _figure(short(plan.active_parameters, "", 4), "of them meet a token (embedding table not counted)"),
         class_="headline",
@@ -143,10 +158,10 @@ def _row(plan: Plan, number: int, names: Sequence[str]) -> ET.Element:
         element("td", reads, *why),
         element("td", *_beside(block)),
         element("td", f"{block.costs.parameters:,}", class_="number"),
-        element("td", f"{block.costs.flops_per_token / 1e6:,.2f}", class_="number"),
-        element("td", short(sum(w.weight_bytes for w in block.work), "B"), class_="number"),
-        element("td", short(sum(w.activation_bytes for w in block.work), "B"), class_="number"),
-        element("td", f"{block.est_us:,.0f}", class_="number"),
+        element("td", mflop(block.costs.flops_per_token), class_="number"),
+        element("td", short(block.weight_bytes, "B"), class_="number"),
+        element("td", short(block.activation_bytes, "B"), class_="number"),
+        element("td", whole(block.est_us, ","), class_="number"),
     )
     for name, cell in zip(names, cells, strict=True):
         cell.set("data-name", name)  # shown before the cell on a narrow screen
@@ -168,7 +183,7 @@ def _window(plan: Plan) -> Iterator[ET.Element]:
     rows = []
     for row in plan.layers:
         numbers = (row.exchange_us, row.room_us, row.exposed_before_us, row.exposed_after_us)
-        left, right, before, after = (f"{us:,.0f}" for us in numbers)
+        left, right, before, after = (whole(us, ",") for us in numbers)
         texts = (str(row.layer), left, right, verdict(row), before, after)
         cells = [element("td", t, data_name=n) for n, t in zip(names, texts, strict=True)]
         for index in (1, 2, 4, 5):
@@ -189,9 +204,7 @@ def _window(plan: Plan) -> Iterator[ET.Element]:
 
 
 def _beside(block: PlannedBlock) -> list[ET.Element]:
-    volumes: dict[str, str] = {
-        t.name: f" {short(t.domain_bytes + t.network_bytes, 'B')}" for t in block.transfers
-    }
+    volumes: dict[str, str] = {t.name: f" {short(t.bytes, 'B')}" for t in block.transfers}
     trips = [("combine" if block.kind == "moe" else "all-reduce", block.window.combine_under)]
     if block.kind == "moe":
         trips.insert(0, ("dispatch", block.window.dispatch_under))

@@ -22,7 +22,7 @@ from fxskip.planning.layout import (
 )
 from fxskip.planning.markup import element
 from fxskip.planning.plan import Plan
-from fxskip.planning.words import kind, module_name
+from fxskip.planning.words import kind, mflop, module_name
 
 CORNER = 6.0
 
@@ -122,7 +122,7 @@ def _side_stream(stream: SideStream, layout: Layout) -> ET.Element:
 
 def _sub_block(row: Row, layout: Layout) -> ET.Element:
     block, x = row.block, layout.box_x
-    cost = f"{block.costs.parameters:,} parameters, {block.costs.flops_per_token / 1e6:,.2f} MFLOP a token"
+    cost = f"{block.costs.parameters:,} parameters, {mflop(block.costs.flops_per_token)} MFLOP a token"
     group = element(
         "g",
         element("title", f"{block.path}: {kind(block)}, {cost}"),

@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
 
+from fxskip.planning.deployment import Wishes, deployment
 from fxskip.planning.window import LayerWindow, Window, exposed, layer_windows, window
-from fxskip.schedule.costs import Costs
+from fxskip.schedule.costs import Costs, ModelCosts
 from fxskip.schedule.roofline import Deployment, Transfer, Work, transfers, work
+from fxskip.schedule.sizes import total
 from fxskip.spec import Spec
 from fxskip.wiring import Connection, ModelWiring, SubBlock, connect
 
@@ -40,31 +42,31 @@ class PlannedBlock:
     window: Window
 
     @property
-    def est_us(self) -> float:
+    def est_us(self) -> float | None:
         """Estimated microseconds of compute on one rank."""
-        return sum(part.est_us for part in self.work)
+        return total(part.est_us for part in self.work)
 
+    @property
+    def weight_bytes(self) -> float | None:
+        """Bytes of weights that one rank reads."""
+        return total(part.weight_bytes for part in self.work)
 
-@dataclass(frozen=True)
-class Rest:
-    """Parameters outside of the sub-blocks."""
-
-    total: int
-    """Embedding, head, final norm and whatever else there is."""
-    head: int
-    """Of the matrix that makes the logits, also where it is the embedding table."""
+    @property
+    def activation_bytes(self) -> float | None:
+        """Bytes of activations that one rank reads and writes."""
+        return total(part.activation_bytes for part in self.work)
 
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward pass through the decoder layers on one rank, in estimated microseconds."""
+    """One forward pass through the decoder layers on one rank, in estimated microseconds; None: unknown."""
 
-    compute_us: float
-    communication_us: float
+    compute_us: float | None
+    communication_us: float | None
     """Of all collectives, one after the other."""
-    exposed_before_us: float
+    exposed_before_us: float | None
     """Part of them that no compute can hide in the original wiring."""
-    exposed_after_us: float
+    exposed_after_us: float | None
     """The same in the planned wiring."""
 
 
@@ -83,22 +85,33 @@ class Plan:
     layers: tuple[LayerWindow, ...]
     """Equation (9) of each layer that exchanges tokens, estimated."""
     forward: Forward
-    rest: Rest
+    parameters: int
+    """All parameters of the model, each once."""
+    outside_parameters: int | None
+    """Of those, what belongs to no sub-block; None where layers share parameters."""
+    head_parameters: int | None
+    """Of the matrix that makes the logits; None where fxskip does not know which one that is."""
 
     @property
-    def parameters(self) -> int:
-        """All parameters of the model."""
-        return sum(block.costs.parameters for block in self.blocks) + self.rest.total
+    def active_parameters(self) -> float | None:
+        """Parameters that one token meets. The head counts; the embedding table, of which it reads a row, does not.
+
+        None where some are not known.
+        """
+        if self.outside_parameters is None:
+            return None
+        return total([*(block.costs.active_parameters for block in self.blocks), self.head_parameters])
 
     @property
-    def active_parameters(self) -> float:
-        """Parameters that one token meets. The head counts; the embedding table, of which it reads a row, does not."""
-        return sum(block.costs.active_parameters for block in self.blocks) + self.rest.head
+    def block_flops_per_token(self) -> float | None:
+        """Forward only, of all sub-blocks."""
+        return total(block.costs.flops_per_token for block in self.blocks)
 
     @property
-    def flops_per_token(self) -> float:
-        """Forward only, the head included."""
-        return sum(block.costs.flops_per_token for block in self.blocks) + 2 * self.rest.head
+    def flops_per_token(self) -> float | None:
+        """Forward only, the head included; None where some are not known."""
+        head = None if self.head_parameters is None else 2 * self.head_parameters
+        return total((self.block_flops_per_token, head))
 
     @property
     def rewired(self) -> int:
@@ -126,10 +139,7 @@ class Plan:
             asdict(w) | {"exchange_us": w.exchange_us, "room_us": w.room_us, "margin_us": w.margin_us}
             for w in self.layers
         ]
-        totals = {
-            name: getattr(self, name)
-            for name in ("rewired", "parameters", "active_parameters", "flops_per_token")
-        }
+        totals = {name: getattr(self, name) for name in ("rewired", "active_parameters", "flops_per_token")}
         return json.dumps(
             asdict(self) | totals | {"deployment": deployment, "blocks": blocks, "layers": layers}, indent=2
         )
@@ -145,18 +155,49 @@ class Plan:
 
 def make_plan(
     model: str,
-    spec: str,
+    spec: Spec,
     wiring: ModelWiring,
     blocks: Sequence[SubBlock],
-    costs: Sequence[Costs],
-    deployment: Deployment,
-    rest: Rest,
+    costs: ModelCosts,
+    wishes: Wishes,
 ) -> Plan:
-    """Put wiring, costs and estimates of each sub-block together."""
+    """Put wiring, costs and estimates of each sub-block together.
+
+    Raises SpecError for wishes that the model or the hardware cannot meet.
+    """
+    chosen = deployment(wishes, spec, costs.blocks, dtype=costs.dtype)
     original = connect(Spec(fxskip=1), blocks).connections
-    works = [work(c, deployment) for c in costs]
-    moves = [transfers(b.kind, c, deployment) for b, c in zip(blocks, costs, strict=True)]
-    rows = tuple(
+    works = [work(c, chosen) for c in costs.blocks]
+    moves = [transfers(b.kind, c, chosen) for b, c in zip(blocks, costs.blocks, strict=True)]
+    before, after = (exposed(c, works, moves) for c in (original, wiring.connections))
+    return Plan(
+        model=model,
+        spec=spec.name or "an unnamed spec",
+        streams=max(len(region.inputs) for region in wiring.regions),
+        wiring_hash=wiring.digest(),
+        blocks=_rows(wiring.connections, blocks, costs.blocks, works, moves),
+        deployment=chosen,
+        layers=layer_windows(wiring.connections, works, moves, before, after),
+        forward=Forward(
+            total(part.est_us for parts in works for part in parts),
+            total(move.est_us for block in moves for move in block),
+            total(before.values()),
+            total(after.values()),
+        ),
+        parameters=costs.parameters,
+        outside_parameters=costs.outside,
+        head_parameters=costs.head,
+    )
+
+
+def _rows(
+    connections: Sequence[Connection],
+    blocks: Sequence[SubBlock],
+    costs: Sequence[Costs],
+    works: Sequence[tuple[Work, ...]],
+    moves: Sequence[tuple[Transfer, ...]],
+) -> tuple[PlannedBlock, ...]:
+    return tuple(
         PlannedBlock(
             layer=c.block.layer,
             kind=c.block.kind,
@@ -169,26 +210,16 @@ def make_plan(
             costs=costs[i],
             work=works[i],
             transfers=moves[i],
-            window=window(wiring.connections, i, costs),
+            window=window(connections, i, costs),
         )
-        for i, c in enumerate(wiring.connections)
+        for i, c in enumerate(connections)
     )
-    before, after = (exposed(c, works, moves) for c in (original, wiring.connections))
-    layers = layer_windows(wiring.connections, works, moves, before, after)
-    forward = Forward(
-        sum(part.est_us for parts in works for part in parts),
-        sum(move.est_us for block in moves for move in block),
-        sum(before.values()),
-        sum(after.values()),
-    )
-    streams = max(len(region.inputs) for region in wiring.regions)
-    return Plan(model, spec, streams, wiring.digest(), rows, deployment, layers, forward, rest)
 
 
 def _reads(connection: Connection, blocks: Sequence[SubBlock]) -> str:
-    if not connection.lacks:
+    if not connection.reads:
         return "full stream"
     parts = []
-    for write, addend in connection.lacks:
+    for write, addend in sorted(connection.reads):
         parts.append(f"{addend} of layer {blocks[write - 1].layer}")
     return "stream without " + ", ".join(parts)

@@ -8,7 +8,7 @@ from rich.table import Table
 from fxskip.planning.fold import Fold, fold
 from fxskip.planning.plan import Plan, PlannedBlock
 from fxskip.planning.window import LayerWindow
-from fxskip.planning.words import deployed, milliseconds, short, span, transfer_words, verdict
+from fxskip.planning.words import deployed, mflop, milliseconds, short, span, transfer_words, verdict, whole
 
 WIDTH = 150
 _WINDOW = (
@@ -42,15 +42,18 @@ def _title(plan: Plan) -> str:
 
 
 def _totals(plan: Plan) -> list[str]:
-    outside, forward = short(plan.rest.total, ""), plan.forward
+    outside, forward = short(plan.outside_parameters, ""), plan.forward
+    flops = f"{short(plan.flops_per_token, 'FLOP')} a token, head included"
+    if plan.head_parameters is None:
+        flops = f"{short(plan.block_flops_per_token, 'FLOP')} a token in sub-blocks; the head is unknown"
     lines = [
         f"parameters  {short(plan.parameters, '', 4)}, of which {outside} outside of sub-blocks; "
         f"{short(plan.active_parameters, '', 4)} active for a token",
-        f"forward     {short(plan.flops_per_token, 'FLOP')} a token, head included",
+        f"forward     {flops}",
         f"estimated   {deployed(plan.deployment)}",
         f"            one forward pass: {milliseconds(forward.compute_us)} of compute",
     ]
-    if forward.communication_us:
+    if forward.communication_us != 0:
         before, after = milliseconds(forward.exposed_before_us), milliseconds(forward.exposed_after_us)
         lines[-1] += (
             f", {milliseconds(forward.communication_us)} of communication, of which nothing can hide "
@@ -83,10 +86,10 @@ def _add_row(table: Table, block: PlannedBlock) -> None:
         block.path,
         f"{block.reads} ({block.refused})" if block.refused else block.reads,
         short(block.costs.parameters, ""),
-        f"{block.costs.flops_per_token / 1e6:.2f}",
-        short(sum(w.weight_bytes for w in block.work), "B"),
-        short(sum(w.activation_bytes for w in block.work), "B"),
-        f"{block.est_us:.0f}",
+        mflop(block.costs.flops_per_token),
+        short(block.weight_bytes, "B"),
+        short(block.activation_bytes, "B"),
+        whole(block.est_us),
         "; ".join(transfer_words(block)) or "-",
     )
 
@@ -122,9 +125,9 @@ def _add_window(table: Table, row: LayerWindow) -> None:
     sides = (row.exchange_us, row.room_us)
     table.add_row(
         str(row.layer),
-        *(f"{us:.0f}" for us in (*numbers, *sides)),
+        *map(whole, (*numbers, *sides)),
         verdict(row),
-        *(f"{us:.0f}" for us in (row.exposed_before_us, row.exposed_after_us)),
+        *map(whole, (row.exposed_before_us, row.exposed_after_us)),
     )
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from fxskip.schedule.costs import Costs
 from fxskip.schedule.roofline import Transfer, Work
+from fxskip.schedule.sizes import total
 from fxskip.wiring import Connection
 
 
@@ -31,40 +32,44 @@ class Window:
     """Blocks between the last write that this block waits for and the block itself."""
     combine_under: tuple[str, ...]
     """Blocks between this block and the first one that needs what it leaves to a collective."""
-    dispatch_flops_per_token: float
-    combine_flops_per_token: float
+    dispatch_flops_per_token: float | None
+    combine_flops_per_token: float | None
+    """Of the blocks above; None where those of one are not known."""
 
 
 @dataclass(frozen=True)
 class LayerWindow:
-    """Equation (9) for one MoE layer, in estimated microseconds on one rank."""
+    """Equation (9) for one MoE layer, in estimated microseconds on one rank; None where the graph does not show it."""
 
     layer: int
-    dispatch_us: float
-    combine_us: float
-    layer_us: float
+    dispatch_us: float | None
+    combine_us: float | None
+    layer_us: float | None
     """T_layer: all compute of the layer."""
-    routed_us: float
-    gate_us: float
-    exposed_before_us: float
+    routed_us: float | None
+    gate_us: float | None
+    exposed_before_us: float | None
     """Piece of the exchange that nothing can hide in the original wiring."""
-    exposed_after_us: float
+    exposed_after_us: float | None
     """The same in the planned wiring."""
 
     @property
-    def exchange_us(self) -> float:
+    def exchange_us(self) -> float | None:
         """Left side of (9)."""
-        return self.dispatch_us + self.combine_us
+        return total((self.dispatch_us, self.combine_us))
 
     @property
-    def room_us(self) -> float:
+    def room_us(self) -> float | None:
         """Right side of (9)."""
+        if self.layer_us is None or self.routed_us is None or self.gate_us is None:
+            return None
         return self.layer_us - (self.routed_us + self.gate_us)
 
     @property
-    def margin_us(self) -> float:
+    def margin_us(self) -> float | None:
         """How much room is left; below 0 the layer is short of compute, however it is wired."""
-        return self.room_us - self.exchange_us
+        room, exchange = self.room_us, self.exchange_us
+        return None if room is None or exchange is None else room - exchange
 
 
 def spans(connections: Sequence[Connection], index: int) -> tuple[range, range]:
@@ -82,22 +87,22 @@ def window(connections: Sequence[Connection], index: int, costs: Sequence[Costs]
     return Window(
         tuple(connections[i].block.path for i in before),
         tuple(connections[i].block.path for i in after),
-        sum(costs[i].flops_per_token for i in before),
-        sum(costs[i].flops_per_token for i in after),
+        total(costs[i].flops_per_token for i in before),
+        total(costs[i].flops_per_token for i in after),
     )
 
 
 def _sees(reader: Connection, write: int, connections: Sequence[Connection]) -> bool:
     """Whether the block sees any addend of an earlier write."""
     addends = connections[write - 1].block.addends
-    return any((write, addend) not in reader.lacks for addend in addends)
+    return any((write, addend) not in reader.reads for addend in addends)
 
 
 def _sees_travelling(reader: Connection, writer: Connection) -> bool:
     """Whether a later block needs what the writer's collective delivers: the routed addend, or all of it."""
     addends = writer.block.addends
     travelling = ("routed",) if "routed" in addends else addends
-    return any((writer.write, addend) not in reader.lacks for addend in travelling)
+    return any((writer.write, addend) not in reader.reads for addend in travelling)
 
 
 Piece = tuple[int, str]
@@ -112,7 +117,7 @@ class _Job:
     name: str
     deadline: int
     """Position of the first block that waits for it."""
-    us: float
+    us: float | None
     beside: tuple[Piece, ...]
 
 
@@ -120,23 +125,37 @@ def exposed(
     connections: Sequence[Connection],
     works: Sequence[Sequence[Work]],
     transfers: Sequence[Sequence[Transfer]],
-) -> dict[tuple[int, str], float]:
+) -> dict[tuple[int, str], float | None]:
     """Microseconds of each collective, by (block, name), that no compute can hide under this wiring.
 
     Compute hides one collective at a time. As much is hidden as can be, and the collectives that are waited for
-    first get the most that they can.
+    first get the most that they can. None for a collective where its time, or that of some compute that it or one
+    that it competes with could take, is not known.
     """
-    left = {(i, w.name): w.est_us for i, block in enumerate(works) for w in block}
+    times = {(i, w.name): w.est_us for i, block in enumerate(works) for w in block}
     jobs = [job for i in range(len(connections)) for job in _jobs(connections, i, works, transfers[i])]
     jobs.sort(key=lambda job: (job.deadline, job.block))
+    left = {piece: us for piece, us in times.items() if us is not None}
     used: dict[Piece, dict[_Job, float]] = {part: {} for part in left}
-    found: dict[tuple[int, str], float] = {}
-    for job in jobs:
-        need = job.us
+    found: dict[tuple[int, str], float | None] = {(job.block, job.name): None for job in jobs}
+    for job in _known(jobs, left):
+        need = job.us or 0.0
         while need > _NOTHING and (path := _path_to_free_compute(job, left, used)):
             need -= _move_along(path, need, left, used)
         found[job.block, job.name] = max(0.0, need)
     return found
+
+
+def _known(jobs: Sequence[_Job], left: dict[Piece, float]) -> list[_Job]:
+    """The collectives whose exposure can be told, in the same order."""
+    known = list(jobs)
+    unknown: set[Piece] = {piece for job in jobs for piece in job.beside if piece not in left}
+    while True:
+        lost = [job for job in known if job.us is None or unknown & set(job.beside)]
+        if not lost:
+            return known
+        unknown |= {piece for job in lost for piece in job.beside}
+        known = [job for job in known if job not in lost]
 
 
 _NOTHING = 1e-6
@@ -198,10 +217,10 @@ def _jobs(
     before, after = spans(connections, index)
     ahead = [(i, w.name) for i in before for w in works[i]]
     behind = [(i, w.name) for i in after for w in works[i]]
-    # The shared experts of a MoE read what its router reads, and wait for no exchange.
-    shared = [(index, w.name) for w in works[index] if w.name == "shared"]
-    routed = [(index, w.name) for w in works[index] if w.name == "routed"]
-    is_moe = bool(routed)
+    # The shared experts of a MoE read what its router reads, and wait for no exchange; a leaf may hold some.
+    shared = [(index, w.name) for w in works[index] if w.name in ("shared", "moe")]
+    routed = [(index, w.name) for w in works[index] if w.name in ("routed", "moe")]
+    is_moe = connections[index].block.kind == "moe"
     jobs = []
     for transfer in transfers:
         if transfer.name == "dispatch":
@@ -218,8 +237,8 @@ def layer_windows(
     connections: Sequence[Connection],
     works: Sequence[Sequence[Work]],
     transfers: Sequence[Sequence[Transfer]],
-    before: dict[tuple[int, str], float],
-    after: dict[tuple[int, str], float],
+    before: dict[tuple[int, str], float | None],
+    after: dict[tuple[int, str], float | None],
 ) -> tuple[LayerWindow, ...]:
     """Equation (9) for each MoE block that exchanges tokens. `before`, `after`: what `exposed` found."""
     found = []
@@ -228,18 +247,19 @@ def layer_windows(
         if not exchange:
             continue
         layer = connection.block.layer
-        total = sum(w.est_us for j, c in enumerate(connections) if c.block.layer == layer for w in works[j])
         parts = {w.name: w.est_us for w in works[i]}
         found.append(
             LayerWindow(
                 layer,
                 exchange.get("dispatch", 0.0),
                 exchange["combine"],
-                total,
-                parts["routed"],
-                parts["gate"],
-                sum(before[i, name] for name in exchange),
-                sum(after[i, name] for name in exchange),
+                total(
+                    w.est_us for j, c in enumerate(connections) if c.block.layer == layer for w in works[j]
+                ),
+                parts.get("routed"),
+                parts.get("gate"),
+                total(before[i, name] for name in exchange),
+                total(after[i, name] for name in exchange),
             )
         )
     return tuple(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 
 
@@ -28,6 +28,11 @@ class LayerCache:
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Number of tokens this layer has seen."""
         return self.part.get_seq_length()
+
+
+def needs_whole_cache(layer: nn.Module, index: int) -> bool:
+    """Whether a module of decoder layer `index` uses another part of a cache, as a second attention does."""
+    return any(getattr(module, "layer_idx", None) not in (None, index) for module in layer.modules())
 
 
 def layer_caches(kwargs: dict[str, Any], layer: int) -> dict[str, Any]:

@@ -6,18 +6,21 @@ deepcopy and state_dict see nothing new. No function is stored on the layer; the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxskip.capture.hf import layer_class, require_own_class_forward
 from fxskip.capture.region import CompiledRegion, Streams, compile_region
+from fxskip.capture.twin import layer_class, require_own_class_forward
 from fxskip.errors import CaptureError, PassError
+from fxskip.leaves import make_leaf, running
 from fxskip.pipeline import rewire
-from fxskip.runtime.layer_cache import layer_caches
+from fxskip.runtime.layer_cache import layer_caches, needs_whole_cache
 from fxskip.wiring import RegionWiring
 
 
@@ -31,19 +34,21 @@ class Region(nn.Module):
     fxskip_base: ClassVar[type[nn.Module]]
     fxskip_wiring: RegionWiring
     fxskip_layer: int
+    fxskip_whole_cache: bool
 
-    # Inside somebody else's torch.compile, Dynamo would follow the call into the original body. A graph break
-    # instead: what lies around the layers is compiled, the regions run as they are; fullgraph=True fails.
-    @torch.compiler.disable(recursive=False, reason="fxskip captures its layers itself")  # type: ignore[untyped-decorator]
+    # Inside somebody else's torch.compile (of a layer, or of a loop over layers), Dynamo would follow the call into
+    # the original body. A graph break instead; fullgraph=True fails.
+    @torch.compiler.disable(reason="fxskip captures its layers itself")  # type: ignore[untyped-decorator]
     def forward(self, hidden_states: Tensor | Streams, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's original body, rewired. Arguments and result are the original layer's."""
-        _refuse_reentrant_checkpointing(self)
+        _refuse_reentrant_checkpointing(self.fxskip_wiring, self)
         streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         _require_streams(self, len(streams))
         region = _compiled(self.fxskip_wiring)
-        own = layer_caches(kwargs, self.fxskip_layer)
+        own = kwargs if self.fxskip_whole_cache else layer_caches(kwargs, self.fxskip_layer)
         try:
-            out, others = region(self, self.fxskip_base, streams, args, own)
+            with running(self):
+                out, others = region(self, self.fxskip_base, streams, args, own)
         except (CaptureError, PassError) as error:
             raise error.within(f"decoder layer {self.fxskip_layer}") from error.__cause__
         if not others:
@@ -57,13 +62,19 @@ class Region(nn.Module):
         return _bare_region, (self.fxskip_base,), vars(self).copy()
 
 
-def install(layers: Iterable[nn.Module], wirings: Sequence[RegionWiring]) -> None:
-    """Turn each layer, in place, into a region with its wiring."""
-    for index, (layer, wiring) in enumerate(zip(layers, wirings, strict=True)):
+def install(
+    layers: Mapping[str, nn.Module], wirings: Sequence[RegionWiring], leaves: Iterable[str] = ()
+) -> None:
+    """Turn each layer, by its path, in place into a region with its wiring, and the modules at `leaves` into leaves."""
+    for index, ((path, layer), wiring) in enumerate(zip(layers.items(), wirings, strict=True)):
         require_own_class_forward(layer, index)
+        for inner in leaves:
+            if inner.startswith(f"{path}."):
+                make_leaf(layer, inner.removeprefix(f"{path}."))
         layer.__class__ = region_class(layer_class(layer))
         layer.fxskip_wiring = wiring  # type: ignore[assignment]
         layer.fxskip_layer = index  # type: ignore[assignment]
+        layer.fxskip_whole_cache = needs_whole_cache(layer, index)  # type: ignore[assignment]
 
 
 _REGION_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
@@ -103,16 +114,19 @@ def _require_streams(layer: Region, found: int) -> None:
         )
 
 
-def _refuse_reentrant_checkpointing(layer: nn.Module) -> None:
+def _refuse_reentrant_checkpointing(wiring: RegionWiring, layer: nn.Module) -> None:
     """Reentrant checkpointing sees no tensors inside a tuple, so it would lose the gradient of the stream."""
-    if not (layer.training and getattr(layer, "gradient_checkpointing", False)):
+    if torch.is_grad_enabled() or len(wiring.inputs) == len(wiring.outputs) == 1:
         return
-    function = getattr(layer, "_gradient_checkpointing_func", None)
-    # torch's own default is the reentrant form, so only a plain False will do.
-    if not isinstance(function, partial) or function.keywords.get("use_reentrant") is not False:
-        raise PassError(
-            "gradient checkpointing",
-            "reentrant checkpointing loses the gradient of streams that cross a layer's border",
-            where=type(layer).__name__,
-            hint='model.gradient_checkpointing_enable({"use_reentrant": False})',
-        )
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        # torch, DeepSpeed and Megatron call it so; it runs the layer without gradients, inside an autograd function.
+        if frame.f_code.co_qualname == "CheckpointFunction.forward":
+            raise PassError(
+                "gradient checkpointing",
+                "reentrant checkpointing loses the gradient of streams that cross a layer's border",
+                where=type(layer).__name__,
+                hint='model.gradient_checkpointing_enable({"use_reentrant": False}), or '
+                "torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)",
+            )
+        frame = frame.f_back

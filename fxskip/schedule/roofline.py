@@ -15,6 +15,7 @@ from typing import Literal
 
 from fxskip.schedule.costs import Costs, Part
 from fxskip.schedule.hardware import BYTES, Hardware, MatrixType
+from fxskip.schedule.sizes import total
 
 Exchange = Literal["all_to_all", "all_reduce"]
 CopiesPer = Literal["expert", "domain"]
@@ -46,6 +47,8 @@ class Deployment:
     all-to-all), or each other domain that holds some of them, whose GPUs pass it on (as DeepEP does)."""
     assumed: bool = False
     """Nobody gave the expert size: it is that of one domain."""
+    instead_of: str = ""
+    """The model's type, where the hardware has no figure for it and nobody named another."""
 
     @property
     def own_tokens(self) -> float:
@@ -60,26 +63,31 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Work:
-    """What one part of a sub-block does on one rank in one forward pass."""
+    """What one part of a sub-block does on one rank in one forward pass; None where the graph does not show it."""
 
     name: str
-    flops: float
-    weight_bytes: float
+    flops: float | None
+    weight_bytes: float | None
     """Each weight once. Of routed experts those that get a token, on average."""
-    activation_bytes: float
-    est_us: float
-    bound: Literal["compute", "memory"]
+    activation_bytes: float | None
+    est_us: float | None
+    bound: Literal["compute", "memory"] | None
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective, as one rank sees it: the bytes that it sends to other ranks."""
+    """A collective, as one rank sees it: the bytes that it sends to other ranks; None where they are not known."""
 
     name: Literal["dispatch", "combine", "all-reduce"]
-    domain_bytes: float
+    domain_bytes: float | None
     """Over the links inside a domain."""
-    network_bytes: float
-    est_us: float
+    network_bytes: float | None
+    est_us: float | None
+
+    @property
+    def bytes(self) -> float | None:
+        """Over links of both kinds."""
+        return total((self.domain_bytes, self.network_bytes))
 
 
 def work(costs: Costs, deployment: Deployment) -> tuple[Work, ...]:
@@ -88,17 +96,15 @@ def work(costs: Costs, deployment: Deployment) -> tuple[Work, ...]:
 
 
 def _work(part: Part, costs: Costs, deployment: Deployment) -> Work:
-    hardware = deployment.hardware
-    if part.name == "routed":
-        group = deployment.own_tokens * (deployment.expert if deployment.exchange == "all_to_all" else 1)
-        touched = 1 - (1 - costs.experts_per_token / costs.experts) ** group
-        tokens, share = group / deployment.expert, touched / deployment.expert
-    elif part.name == "gate":
-        tokens, share = deployment.own_tokens, 1.0
-    else:
-        tokens, share = deployment.tokens / deployment.tensor, 1 / deployment.tensor
-    flops = tokens * part.flops_per_token
+    spread = _spread(part, costs, deployment)
+    if spread is None:
+        return Work(part.name, None, None, None, None, None)
+    tokens, share = spread
     weights = part.parameters * share * deployment.bytes
+    if part.flops_per_token is None or part.activations_per_token is None:
+        return Work(part.name, None, weights, None, None, None)
+    hardware = deployment.hardware
+    flops = tokens * part.flops_per_token
     activations = tokens * part.activations_per_token * deployment.bytes
     compute_s = flops / hardware.matrix_flop_per_s[deployment.dtype].per_s
     memory_s = (weights + activations) / hardware.hbm_bytes_per_s.per_s
@@ -107,13 +113,30 @@ def _work(part: Part, costs: Costs, deployment: Deployment) -> Work:
     return Work(part.name, flops, weights, activations, est_us, bound)
 
 
+def _spread(part: Part, costs: Costs, deployment: Deployment) -> tuple[float, float] | None:
+    """Tokens that meet the part on this rank, and the share of its weights that is read here."""
+    if part.name == "moe" or (part.name == "routed" and not costs.experts):
+        return None
+    if part.name == "routed":
+        assert costs.experts is not None and costs.experts_per_token is not None
+        group = deployment.own_tokens * (deployment.expert if deployment.exchange == "all_to_all" else 1)
+        touched = 1 - (1 - costs.experts_per_token / costs.experts) ** group
+        return group / deployment.expert, touched / deployment.expert
+    if part.name == "gate":
+        return deployment.own_tokens, 1.0
+    return deployment.tokens / deployment.tensor, 1 / deployment.tensor
+
+
 def transfers(kind: str, costs: Costs, deployment: Deployment) -> tuple[Transfer, ...]:
     """The collectives of a sub-block of that kind; none where all groups have one rank."""
     found = []
     if kind == "moe" and deployment.expert > 1:
         found += _exchange(costs, deployment)
-    if deployment.tensor > 1 and any(part.name not in ("gate", "routed") for part in costs.parts):
+    names = {part.name for part in costs.parts}
+    if deployment.tensor > 1 and names - {"gate", "routed", "moe"}:
         found.append(_reduction("all-reduce", deployment.tensor, costs, deployment))
+    elif deployment.tensor > 1 and "moe" in names:  # nobody knows whether it has shared experts
+        found.append(Transfer("all-reduce", None, None, None))
     return tuple(found)
 
 
@@ -121,6 +144,8 @@ def _exchange(costs: Costs, deployment: Deployment) -> list[Transfer]:
     """What routed experts on several ranks cost."""
     if deployment.exchange == "all_reduce":
         return [_reduction("combine", deployment.expert, costs, deployment)]
+    if costs.experts_per_token is None:
+        return [Transfer("dispatch", None, None, None), Transfer("combine", None, None, None)]
     size, gpus = deployment.expert, deployment.hardware.domain.gpus
     row = costs.hidden_size * deployment.bytes
     sent = deployment.own_tokens * costs.experts_per_token * row
@@ -145,6 +170,7 @@ def domains_of_a_token(costs: Costs, domains: float) -> float:
     the experts are taken as independent.
     """
     groups, chosen, experts = costs.groups, costs.groups_per_token, costs.experts_per_token
+    assert experts is not None
     if groups <= domains:  # each group fills domains / groups domains
         return chosen * (domains / groups) * (1 - (1 - groups / (chosen * domains)) ** experts)
     own = round(groups / domains)  # groups in one domain

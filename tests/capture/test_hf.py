@@ -7,14 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxskip.capture.hf import (
-    capture_layers,
-    decoder_layers,
-    layer_class,
-    meta_twin,
-    require_own_class_forward,
-)
+from fxskip.capture.hf import capture_layers, decoder_layers
 from fxskip.capture.region import capture_count
+from fxskip.capture.twin import layer_class, meta_twin, require_own_class_forward
 from fxskip.errors import CaptureError
 from fxskip.ir import stream_inputs, stream_outputs
 from tests.zoo import batch, tiny

@@ -53,6 +53,7 @@ def test_sizes_and_hardware_reach_the_plan(capsys, config_alone):
         "tensor": 4,
         "copies_per": "domain",
         "assumed": False,
+        "instead_of": "",
     }
     assert [t["name"] for t in found["blocks"][1]["transfers"]] == ["dispatch", "combine"]
     assert found["forward"]["exposed_before_us"] > found["forward"]["exposed_after_us"]

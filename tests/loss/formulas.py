@@ -12,9 +12,17 @@ def logits(hidden, weight, bias=None, scale=1.0, softcap=None, temperature=1.0) 
     return z / temperature
 
 
-def kl(student_logits: Tensor, teacher_logits: Tensor, token_weight=None, denominator=None) -> Tensor:
+def kl(
+    student_logits: Tensor, teacher_logits: Tensor, token_weight=None, denominator=None, beta=0.0
+) -> Tensor:
+    """beta as in TRL's GKD and Liger's JSD: 0 KL(p || q), 1 KL(q || p), between them towards the mixture."""
     q, p = student_logits.softmax(-1), teacher_logits.softmax(-1)
-    per_token = torch.where(p > 0, p * (p.log() - q.log()), 0.0).sum(-1)
+
+    def one(a, b):
+        return torch.where(a > 0, a * (a.log() - b.log()), 0.0).sum(-1)
+
+    m = beta * p + (1 - beta) * q
+    per_token = {0.0: one(p, q), 1.0: one(q, p)}.get(beta, beta * one(p, m) + (1 - beta) * one(q, m))
     token_weight = torch.ones_like(per_token) if token_weight is None else token_weight.double()
     return (per_token * token_weight).sum() / (token_weight.sum() if denominator is None else denominator)
 
@@ -40,11 +48,11 @@ class Case:
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.student_hidden, self.student_weight, self.teacher_hidden, self.teacher_weight
 
-    def expected(self, *, token_weight=None, denominator=None, **after_gemm) -> list[Tensor]:
+    def expected(self, *, token_weight=None, denominator=None, beta=0.0, **after_gemm) -> list[Tensor]:
         """The loss in float64, then its gradients by `self.student`."""
         leaves = [leaf.detach().double().requires_grad_() for leaf in self.student]
         student = logits(*leaves, **after_gemm)
         bias = self.biases.get("teacher_bias")
         teacher = logits(self.teacher_hidden, self.teacher_weight, bias, **after_gemm)
-        loss = kl(student, teacher, token_weight, denominator)
+        loss = kl(student, teacher, token_weight, denominator, beta)
         return [loss.detach(), *torch.autograd.grad(loss, leaves)]

@@ -103,20 +103,10 @@ def test_any_number_of_sub_blocks(body: Body, count: int) -> None:
 # --- refusals ------------------------------------------------------------------------------------
 
 
-def scaled_residual(x: Tensor) -> Tensor:
-    r, h = after_attention(x)
-    return 0.9 * r + experts(h)
-
-
 def gated_residual(x: Tensor) -> Tensor:
     r, h = after_attention(x)
     gate = r.sigmoid()
     return gate * r + (1 - gate) * experts(h)
-
-
-def two_sublayers_of_one_norm(x: Tensor) -> Tensor:
-    h = norm(x)
-    return x + attention(h) + experts(h)
 
 
 def norm_on_the_stream(x: Tensor) -> Tensor:
@@ -134,11 +124,6 @@ def doubled(x: Tensor) -> Tensor:
     return x + x
 
 
-def adds_a_constant(x: Tensor) -> Tensor:
-    r, h = after_attention(x)
-    return r + experts(h) + torch.ones(4, dtype=x.dtype)
-
-
 def scaled_addition(x: Tensor) -> Tensor:
     return torch.add(x, experts(norm(x)), alpha=2)
 
@@ -146,13 +131,10 @@ def scaled_addition(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "body",
     [
-        scaled_residual,
         gated_residual,
-        two_sublayers_of_one_norm,
         norm_on_the_stream,
         dropout_on_the_stream,
         doubled,
-        adds_a_constant,
         scaled_addition,
     ],
 )
@@ -176,7 +158,7 @@ def test_the_refusal_names_the_module() -> None:
             merged: Tensor = self.gate(x, experts(norm(x)))
             return merged
 
-    with pytest.raises(PassError, match=r"'merged' \(lerp\)[\s\S]*in module gate, after 'stream_in_default'"):
+    with pytest.raises(PassError, match=r"'merged' \(lerp\)[\s\S]*in module gate"):
         find_stream(capture(Layer()))
 
 

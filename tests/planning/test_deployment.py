@@ -4,6 +4,7 @@ import pytest
 
 from fxskip.errors import SpecError
 from fxskip.planning.deployment import Wishes, deployment
+from fxskip.planning.words import deployed
 from fxskip.schedule.costs import Costs, Part
 from fxskip.schedule.hardware import load_hardware
 from fxskip.spec import load_spec
@@ -13,8 +14,8 @@ H200 = load_hardware("h200")
 
 def chosen(parallel=None, *, experts=64, heads=16, model_dtype="bfloat16", **wishes):
     spec = load_spec({"fxskip": 1, "preset": "farskip"} | ({"parallel": parallel} if parallel else {}))
-    costs = [Costs((Part("dense", 1, 1.0, 1.0, 1),), 64), Costs((), 64, experts, 4)]
-    return deployment(Wishes(H200, **wishes), spec, costs, dtype=model_dtype, heads=heads)
+    costs = [Costs((Part("attention", 1, 1.0, 1.0, 1),), 64, heads=heads), Costs((), 64, experts, 4)]
+    return deployment(Wishes(H200, **wishes), spec, costs, dtype=model_dtype)
 
 
 def sizes(*arguments, **wishes):
@@ -43,7 +44,14 @@ def test_the_type_is_the_model_s_unless_the_caller_names_one():
     assert [chosen(model_dtype="float32").dtype, chosen(model_dtype="float32").bytes] == ["float32", 4]
     assert [chosen(dtype="float8").dtype, chosen(dtype="float8").bytes] == ["float8", 1]
     with pytest.raises(SpecError, match="no figure for matrix products in float64"):
-        chosen(model_dtype="float64")
+        chosen(dtype="float64")
+
+
+def test_a_model_in_a_type_without_a_figure_is_estimated_in_another_which_is_said():
+    made = chosen(model_dtype="float64")
+    assert (made.dtype, made.instead_of) == ("bfloat16", "float64")
+    assert "bfloat16 (there is no figure for float64)" in deployed(made)
+    assert "no figure" not in deployed(chosen())
 
 
 @pytest.mark.parametrize(

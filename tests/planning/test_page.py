@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from fxskip.planning import Plan, Rest, make_plan, page, pictures
+from fxskip.planning import Plan, make_plan, page, pictures
+from fxskip.planning.deployment import Wishes
 from fxskip.planning.fold import fold
-from fxskip.schedule.costs import Costs, Part
+from fxskip.schedule.costs import Costs, ModelCosts, Part
 from fxskip.schedule.hardware import load_hardware
-from fxskip.schedule.roofline import Deployment
 from fxskip.spec import load_spec
 from fxskip.wiring import SubBlock, connect
 from tests.strict_html import StrictHtml
@@ -41,10 +41,11 @@ def plan(spec: str, outputs: Sequence[tuple[str, ...]] = DEEPSEEK) -> Plan:
             SubBlock(layer, "attention", f"model.layers.{layer}.self_attn", ("attention",)),
             SubBlock(layer, kind, f"model.layers.{layer}.mlp", adds),
         ]
-    costs = [costs_of(block) for block in blocks]
-    deployment = Deployment(load_hardware("h200"), "bfloat16", 4096, 4096, 8, "all_to_all", 1)
-    wiring = connect(load_spec(SPECS.get(spec, spec)), blocks)
-    return make_plan("TinyForCausalLM", spec, wiring, blocks, costs, deployment, Rest(total=5000, head=2000))
+    costs = tuple(costs_of(block) for block in blocks)
+    whole = ModelCosts(costs, "bfloat16", sum(c.parameters for c in costs) + 5000, outside=5000, head=2000)
+    loaded = load_spec(SPECS.get(spec, spec))
+    wishes = Wishes(load_hardware("h200"), expert_size=8)
+    return make_plan("TinyForCausalLM", loaded, connect(loaded, blocks), blocks, whole, wishes)
 
 
 def costs_of(block: SubBlock) -> Costs:

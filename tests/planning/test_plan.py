@@ -237,7 +237,7 @@ def test_experts_that_all_see_every_token_count_for_those_that_are_sent_to_them(
 def test_totals_count_every_parameter_once(model, plan_of):
     plan, c = plan_of("farskip"), model.config
     assert plan.parameters == sum(p.numel() for p in model.parameters())
-    assert plan.rest.head == c.vocab_size * c.hidden_size
+    assert plan.head_parameters == c.vocab_size * c.hidden_size
     tied = tiny("qwen2_moe", layers=2, tie_word_embeddings=True)
     assert fxskip.plan(tied, "farskip").parameters == sum(p.numel() for p in tied.parameters())
 

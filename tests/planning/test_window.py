@@ -139,10 +139,10 @@ def may_run_beside(connections, i, part, j, name):
     # All blocks after j, as long as none of them needs what travels.
     travelling = ("routed",) if "routed" in own.block.addends else own.block.addends
     waited = [
-        k for k in range(j + 1, i + 1) if any((j + 1, a) not in connections[k].lacks for a in travelling)
+        k for k in range(j + 1, i + 1) if any((j + 1, a) not in connections[k].reads for a in travelling)
     ]
     return i > j and not waited
 
 
 def unseen(reader, source):
-    return all((source.write, addend) in reader.lacks for addend in source.block.addends)
+    return all((source.write, addend) in reader.reads for addend in source.block.addends)

@@ -64,15 +64,6 @@ def test_a_model_without_moe() -> None:
     assert "dense (model.layers.0.mlp)" in message
 
 
-def test_an_expert_loop_that_cannot_be_captured() -> None:
-    model = tiny("qwen2_moe")
-    model.set_experts_implementation("eager")
-    message = refusal(model, FARSKIP.spec, fxskip.CaptureError)
-
-    assert "mlp.experts (Qwen2MoeExperts)" in message
-    assert 'set_experts_implementation("grouped_mm")' in message
-
-
 def test_a_module_that_is_no_decoder() -> None:
     message = refusal(nn.Linear(4, 4), FARSKIP.spec, fxskip.CaptureError)
 

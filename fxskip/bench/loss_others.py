@@ -1,0 +1,42 @@
+"""The nearest losses of other libraries, where they are installed, on the same inputs."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fxskip.bench.loss_inputs import Inputs
+
+
+def liger_kl(inputs: Inputs, *, accumulate_in: torch.dtype | None = None) -> Callable[[], None]:
+    """Liger's KL to a [N, V] target: the sparse teacher written out, in bfloat16 to save memory."""
+    target: list[Tensor] = []
+
+    def work() -> None:
+        from liger_kernel.ops import LigerFusedLinearKLDivFunction
+
+        if not target:
+            dense = torch.zeros(len(inputs.hidden), len(inputs.weight), device="cuda", dtype=torch.bfloat16)
+            target.append(dense.scatter_(1, inputs.ids, inputs.logp.exp().bfloat16()))
+        inputs.hidden.grad = inputs.weight.grad = None
+        LigerFusedLinearKLDivFunction.apply(
+            inputs.hidden, inputs.weight, target[0], None, "batchmean", -100, 1.0, 1e-10, accumulate_in
+        ).backward()
+        inputs.hidden.grad = inputs.weight.grad = None
+
+    return work
+
+
+def liger_jsd(inputs: Inputs, teacher_hidden: Tensor) -> Callable[[], None]:
+    """Liger's forward KL to an online teacher (its generalised JSD with beta 0)."""
+
+    def work() -> None:
+        from liger_kernel.ops import LigerFusedLinearJSDFunction
+
+        inputs.hidden.grad = inputs.weight.grad = None
+        LigerFusedLinearJSDFunction.apply(
+            inputs.hidden, inputs.weight, teacher_hidden, inputs.weight.detach(), None, 0.0
+        ).backward()
+        inputs.hidden.grad = inputs.weight.grad = None
+
+    return work

@@ -1,0 +1,44 @@
+"""The figure of `fxskip bench loss --ranks`: iterations a second and memory by number of tokens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fxskip.bench.loss_inputs import FLOOR
+from fxskip.errors import FxskipError
+
+
+def plot(report: Path, out: Path) -> None:
+    """Draws the rows of `report` into `out`, whose ending names the format (.svg, .png, .pdf)."""
+    from matplotlib.figure import Figure
+
+    content: dict[str, Any] = json.loads(report.read_text())
+    if "rows" not in content:
+        raise FxskipError(
+            "bench plot",
+            f"{report} has no rows over tokens",
+            hint="it must be from fxskip bench loss --ranks 2",
+        )
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    speed, memory = figure.subplots(1, 2)
+    for variant in dict.fromkeys(row["variant"] for row in content["rows"]):
+        # A variant that ran out of memory ends where it did.
+        rows = [row for row in content["rows"] if row["variant"] == variant and "failed" not in row]
+        tokens = [row["tokens"] / 1024 for row in rows]
+        speeds = [row["tokens"] / row["median_ms"] for row in rows]
+        (line,) = speed.plot(tokens, speeds, marker="o", label=variant)
+        if variant != FLOOR:  # it has all its memory before it starts
+            memory.plot(tokens, [row["peak_gib"] for row in rows], marker="o", color=line.get_color())
+    for axes in (speed, memory):
+        axes.set_xlabel("tokens of the batch / 1024")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.grid(visible=True, alpha=0.3)
+    speed.set_ylabel("thousand tokens a second")
+    speed.set_ylim(bottom=0)
+    memory.set_ylabel("peak above the inputs, GiB a rank")
+    memory.set_yscale("log", base=2)
+    memory.yaxis.set_major_formatter("{x:.0f}")
+    speed.legend(fontsize="small")
+    figure.suptitle(f"V={content['vocabulary']} over {content['ranks']} x {content['gpu']}, d=4096, bfloat16")
+    figure.savefig(out)

@@ -1,0 +1,168 @@
+"""The distillation loss with its vocabulary spread over the GPUs of one host: time and memory a rank.
+
+Every measurement has fresh processes, forked from one that has imported everything and has not touched a GPU, so
+that no variant inherits another's memory, and none waits for imports.
+"""
+
+import json
+import multiprocessing
+import os
+import queue
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+
+from fxskip.bench.loss_errors import relative
+from fxskip.bench.loss_inputs import FLOOR, Inputs, draw_inputs, three_products
+from fxskip.bench.measure import Work, elapsed_ms, environment, peak_gib
+from fxskip.loss import sparse_kl
+from fxskip.loss.sparse_baselines import dense_sparse_kl, forward_chunked_sparse_kl, full_chunked_sparse_kl
+from fxskip.loss.tails import Tail
+
+VOCABULARY = 131072
+TOKENS = [4096, 8192, 16384, 32768, 65536, 131072, 262144]
+TIME_LIMIT_S = 90
+
+Body = Callable[[int, int], dict[str, Any]]
+Make = Callable[[Inputs, dist.ProcessGroup], Work]
+
+
+def ours(inputs: Inputs, group: dist.ProcessGroup, **options: Any) -> Work:
+    return inputs.step(sparse_kl, group=group, validate=False, implementation="triton", **options)
+
+
+def baseline(inputs: Inputs, group: dist.ProcessGroup, *, loss: Callable[..., torch.Tensor]) -> Work:
+    return inputs.step(loss, group=group)
+
+
+VARIANTS: dict[str, Make] = {
+    FLOOR: lambda inputs, group: three_products(inputs),
+    "sparse_kl": ours,
+    "sparse_kl, accumulate 1": partial(ours, accumulate=1),
+    "full_chunked_sparse_kl": partial(baseline, loss=full_chunked_sparse_kl),
+    "forward_chunked_sparse_kl": partial(baseline, loss=forward_chunked_sparse_kl),
+    "dense_sparse_kl": partial(baseline, loss=dense_sparse_kl),
+}
+
+
+def run_ranks(out: Path, ranks: int, tokens: list[int]) -> None:
+    """Each variant at each number of tokens; `out` is rewritten after each measurement."""
+    report: dict[str, Any] = {"vocabulary": VOCABULARY, "ranks": ranks, "rows": []}
+    print(f"V={VOCABULARY} over {ranks} GPUs; peak is above the inputs, of the fuller rank", flush=True)
+    report |= in_fresh_processes(agreement, ranks)
+    print(f"relative differences from one GPU: {report.get('agreement', report.get('failed'))}", flush=True)
+    for count in tokens:
+        for name in VARIANTS:
+            row: dict[str, Any] = {"variant": name, "tokens": count}
+            row |= in_fresh_processes(partial(measured_rank, name, count), ranks)
+            report |= row.pop("environment", {})
+            report["rows"].append(row)
+            out.write_text(json.dumps(report, indent=1))
+            print_row(row)
+
+
+def print_row(row: dict[str, Any]) -> None:
+    if "failed" in row:
+        print(f"  {row['tokens']:7d} {row['variant']:28s} {row['failed']}", flush=True)
+        return
+    print(
+        f"  {row['tokens']:7d} {row['variant']:28s} {row['median_ms']:9.2f} ms {1000 / row['median_ms']:7.2f} it/s"
+        f"  +{row['peak_gib']:.3f} GiB",
+        flush=True,
+    )
+
+
+def in_fresh_processes(body: Body, ranks: int) -> dict[str, Any]:
+    """What body(rank, ranks) returns on rank 0, all ranks being in one NCCL group."""
+    context = multiprocessing.get_context("fork")
+    results: Any = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (body, ranks, f"file://{folder}/store", results)
+        processes = [context.Process(target=one_rank, args=(rank, *arguments)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        try:
+            row: dict[str, Any] = results.get(timeout=TIME_LIMIT_S)
+        except queue.Empty:
+            row = {"failed": f"no result within {TIME_LIMIT_S} s"}
+        for process in processes:
+            process.join(timeout=5 if "failed" in row else 30)
+            if process.is_alive():
+                process.kill()  # its peer failed, and it waits in a collective
+                process.join()
+    return row
+
+
+def one_rank(rank: int, body: Body, ranks: int, store: str, results: Any) -> None:
+    try:
+        torch.cuda.set_device(rank)
+        dist.init_process_group(
+            "nccl", init_method=store, rank=rank, world_size=ranks, device_id=torch.device("cuda", rank)
+        )
+        row = body(rank, ranks)
+        if rank == 0:
+            results.put(row)
+        dist.destroy_process_group()
+    except Exception as error:
+        # Whatever it is: the parent must hear of it, or it would wait for its limit.
+        results.put({"failed": f"rank {rank}: {type(error).__name__}: {str(error).splitlines()[0][:160]}"})
+        results.close()
+        results.join_thread()
+        os._exit(1)
+
+
+def agreement(rank: int, ranks: int) -> dict[str, Any]:
+    """Loss, d hidden and d weight of the whole head over the ranks and on one GPU: the larger relative difference."""
+    inputs = draw_inputs(2048, 8192, width=512)
+    shard = inputs.weight.detach().chunk(ranks)[rank].clone().requires_grad_()
+    differences = {}
+    tails: tuple[Tail, ...] = get_args(Tail)
+    for tail in tails:
+        teacher = inputs.ids, inputs.logp
+        alone = sparse_kl(inputs.hidden, inputs.weight, *teacher, tail=tail, chunk_tokens=512)
+        shared = sparse_kl(
+            inputs.hidden, shard, *teacher, tail=tail, chunk_tokens=512, group=dist.group.WORLD
+        )
+        right = torch.autograd.grad(alone, [inputs.hidden, inputs.weight])
+        got = torch.autograd.grad(shared, [inputs.hidden, shard])
+        parts = [relative(shared.detach(), alone.detach()), relative(got[0], right[0])]
+        parts.append(relative(got[1], right[1].chunk(ranks)[rank]))
+        largest = torch.tensor(parts, device="cuda")
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        differences[tail] = largest.tolist()
+    return {"agreement": differences}
+
+
+def measured_rank(name: str, tokens: int, rank: int, ranks: int) -> dict[str, Any]:
+    group = dist.group.WORLD
+    assert group is not None
+    inputs = draw_inputs(tokens, VOCABULARY, shards=ranks, rank=rank)
+    work = VARIANTS[name](inputs, group)
+    for _ in range(2):
+        work()
+    peak = peak_gib(work)
+    samples = []
+    started = time.monotonic()
+    for number in range(10):
+        dist.barrier()
+        samples.append(elapsed_ms(work))
+        # The ranks stop at the same sample: rank 0's clock decides.
+        enough = torch.tensor([number >= 2 and time.monotonic() - started > 6.0], device="cuda")
+        dist.broadcast(enough, 0)
+        if enough.item():
+            break
+    mine = torch.tensor([*samples, peak], device="cuda", dtype=torch.float64)
+    dist.all_reduce(mine, op=dist.ReduceOp.MAX)  # a step is as long as on the slower rank
+    *samples, peak = mine.tolist()
+    row: dict[str, Any] = {
+        "samples_ms": samples,
+        "median_ms": sorted(samples)[len(samples) // 2],
+        "peak_gib": peak,
+    }
+    return row | {"environment": environment()}

@@ -1,0 +1,150 @@
+"""The losses as custom operators: what runs below autograd and torch.compile.
+
+Arguments are those of the public functions, which have checked all but what needs values. `who` is the function that
+was called. Kernels are imported late: a process that never runs them needs no Triton.
+"""
+
+# N tokens, n that count, D width, V vocabulary, K entries of a teacher row
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxskip.loss.arguments import require_weights
+from fxskip.loss.engine import Chunking, Problem, RowLoss, Wanted, form
+from fxskip.loss.gradient_rules import Results, as_results, register_gradient_rules
+from fxskip.loss.head import Head
+from fxskip.loss.hidden_rows import OnlineTarget, TorchPairs
+from fxskip.loss.products import accumulation_dtype, gemm_operand
+from fxskip.loss.sparse_rows import SparseTarget, TorchRows
+from fxskip.loss.teacher_rows import TeacherRows
+from fxskip.loss.vocabulary import group_of, shard_of
+
+
+@torch.library.custom_op("fxskip::sparse_kl", mutates_args=())
+def sparse_kl_operator(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    wanted: list[bool],
+    who: str,
+    ids: Tensor,
+    logp: Tensor,
+    counts: Tensor | None,
+    token_weight: Tensor | None,
+    denominator: Tensor,
+    scale: float,
+    softcap: float | None,
+    temperature: float,
+    tail: str,
+    vocabulary: int | None,
+    chunk_tokens: int,
+    accumulate: int,
+    logits_dtype: torch.dtype | None,
+    group: str,
+    implementation: str,
+    validate: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # The dtypes are chosen here; an autocast region around the call would choose others.
+    with torch.autocast(hidden.device.type, enabled=False):
+        shard = shard_of(who, weight, vocabulary, group_of(group), hidden, validate=validate)
+        teacher = TeacherRows(ids, logp, counts)
+        if validate:
+            require_weights(who, token_weight)
+            teacher.require_valid(who, shard.vocabulary, token_weight)
+        operand_VD = operand(weight, hidden, implementation)[: shard.columns]
+        head = Head(operand_VD, None if bias is None else bias[: shard.columns], scale, softcap, temperature)
+        share_N = share_of_tokens(hidden, token_weight, denominator)
+        target = SparseTarget(head, teacher, share_N, tail, shard)
+        row_loss: RowLoss = TorchRows(target)
+        if implementation == "triton":
+            from fxskip.loss.sparse_triton import TritonRows
+
+            row_loss = TritonRows(target)
+        chunking = Chunking(
+            chunk_tokens, accumulate, logits_dtype or default_logits(operand_VD, implementation)
+        )
+        return formed(row_loss, hidden, weight, bias, operand_VD, token_weight, wanted, chunking, shard.group)
+
+
+@torch.library.custom_op("fxskip::hidden_kl", mutates_args=())
+def hidden_kl_operator(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    wanted: list[bool],
+    who: str,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    token_weight: Tensor | None,
+    denominator: Tensor,
+    beta: float,
+    scale: float,
+    softcap: float | None,
+    temperature: float,
+    chunk_tokens: int,
+    accumulate: int,
+    logits_dtype: torch.dtype | None,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with torch.autocast(hidden.device.type, enabled=False):
+        require_weights(who, token_weight)
+        operand_VD = operand(weight, hidden, implementation)
+        # A head that both share is cast once.
+        is_shared = teacher_weight.data_ptr() == weight.data_ptr() and teacher_hidden.dtype == hidden.dtype
+        teacher_VD = operand_VD if is_shared else operand(teacher_weight, teacher_hidden, implementation)
+        target = OnlineTarget(
+            Head(operand_VD, bias, scale, softcap, temperature),
+            Head(teacher_VD, teacher_bias, scale, softcap, temperature),
+            teacher_hidden,
+            share_of_tokens(hidden, token_weight, denominator),
+            beta,
+        )
+        row_loss: RowLoss = TorchPairs(target)
+        if implementation == "triton":
+            from fxskip.loss.hidden_triton import TritonPairs
+
+            row_loss = TritonPairs(target)
+        chunking = Chunking(
+            chunk_tokens, accumulate, logits_dtype or default_logits(operand_VD, implementation)
+        )
+        return formed(row_loss, hidden, weight, bias, operand_VD, token_weight, wanted, chunking, None)
+
+
+def formed(
+    row_loss: RowLoss,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    operand_VD: Tensor,
+    token_weight: Tensor | None,
+    wanted: list[bool],
+    chunking: Chunking,
+    group: dist.ProcessGroup | None,
+) -> Results:
+    counted_n = None if token_weight is None else token_weight.nonzero().flatten()
+    problem = Problem(row_loss, hidden, operand_VD, counted_n, Wanted(*wanted), chunking, group)
+    return as_results(form(problem), hidden, weight, bias)
+
+
+def operand(weight: Tensor, hidden: Tensor, implementation: str) -> Tensor:
+    """`weight` as it enters the products: cast to the dtype of `hidden`, as autocast would do."""
+    cast_VD = weight.to(hidden.dtype)
+    return cast_VD if implementation == "triton" else gemm_operand(cast_VD)
+
+
+def default_logits(operand_VD: Tensor, implementation: str) -> torch.dtype:
+    # Plain PyTorch computes in the dtype of the logits, the kernels in float32 whatever it is.
+    return operand_VD.dtype if implementation == "triton" else accumulation_dtype(operand_VD.dtype)
+
+
+def share_of_tokens(hidden: Tensor, token_weight: Tensor | None, denominator: Tensor) -> Tensor:
+    """[N]: what a token's loss is multiplied by. In it before gradients are rounded to the dtype of the GEMMs."""
+    wide = accumulation_dtype(hidden.dtype)
+    weight_N = hidden.new_ones(len(hidden), dtype=wide) if token_weight is None else token_weight
+    return (weight_N / denominator).to(wide)
+
+
+register_gradient_rules(sparse_kl_operator)
+register_gradient_rules(hidden_kl_operator)

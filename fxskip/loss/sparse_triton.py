@@ -1,0 +1,121 @@
+"""Launches the kernels of sparse_kernels.py on one chunk after the other."""
+
+# t rows of one chunk, V columns of this rank's vocabulary, K entries of a teacher row
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxskip.loss import sparse_kernels as kernels
+from fxskip.loss.engine import Finish, Rows
+from fxskip.loss.sparse_rows import SparseTarget, combined
+from fxskip.loss.tails import TAILS
+
+LN_2 = math.log(2)
+KERNEL_TAILS = dict(
+    zip(TAILS, (kernels.TRUNCATED, kernels.GHOST, kernels.RENORMALISED, kernels.SUBSET), strict=True)
+)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Launch parameters: `block` columns a load of the row kernel, `support_block` entries of a teacher row."""
+
+    block: int = 4096
+    warps: int = 16
+    support_block: int = 32
+    support_warps: int = 2
+
+
+@dataclass
+class Chunk:
+    """One chunk between its launches. `sums_t3` and `rest2_t` are as in sparse_kernels."""
+
+    product_tV: Tensor
+    gradient_tV: Tensor | None
+    ids_tK: Tensor
+    taken2_tK: Tensor
+    merged_tK: Tensor
+    sums_t3: Tensor
+    rest2_t: Tensor
+    share_t: Tensor
+    loss_t: Tensor
+
+
+class TritonRows:
+    """A `RowLoss`. One launch a chunk for the whole row, two around the exchange of a group."""
+
+    def __init__(self, target: SparseTarget, tuning: Tuning = Tuning()) -> None:
+        self.target, self.tuning = target, tuning
+        head = target.head
+        self.bias_V = (
+            head.weight_VD if head.bias_V is None else head.bias_V.contiguous()
+        )  # unread without a bias
+        self.numbers = (head.scale, head.softcap or 1.0, 1.0 / head.temperature)
+        self.flags = {"HAS_BIAS": head.bias_V is not None, "HAS_SOFTCAP": head.softcap is not None}
+        width = target.teacher.ids.shape[1]
+        self.sizes = {"K": width, "BLOCK_K": self.tuning.support_block}
+
+    def begin(self, product_tV: Tensor, gradient_tV: Tensor | None, rows: Rows) -> Finish:
+        chunk = self.take_support(product_tV, gradient_tV, rows)
+        if self.target.shard.group is None:
+            self.launch(chunk, kernels.WHOLE)
+            loss_t = chunk.loss_t
+            return lambda: loss_t  # and not the chunk, whose memory the next one can have
+        self.launch(chunk, kernels.SUMS)
+        support2_t, cross_t, mass_t = chunk.sums_t3.unbind(dim=1)
+        mine_3t = torch.stack((chunk.rest2_t * LN_2, support2_t * LN_2, cross_t))
+        every_R3t, work = self.target.shard.gathered(mine_3t)
+
+        def finish() -> Tensor:
+            work.wait()
+            total = combined(every_R3t, mass_t)
+            chunk.rest2_t = total.rest / LN_2
+            chunk.sums_t3 = torch.stack((total.support / LN_2, total.cross, mass_t), dim=1)
+            self.launch(chunk, kernels.GRADIENT)
+            return chunk.loss_t
+
+        return finish
+
+    def take_support(self, product_tV: Tensor, gradient_tV: Tensor | None, rows: Rows) -> Chunk:
+        teacher = self.target.teacher.of(rows)
+        tokens, columns = product_tV.shape
+        like = product_tV.new_empty(0, dtype=torch.float32)
+        chunk = Chunk(
+            product_tV,
+            gradient_tV,
+            teacher.ids,
+            like.new_empty(teacher.ids.shape),
+            like.new_empty(teacher.ids.shape),
+            like.new_empty(tokens, 3),
+            like.new_empty(tokens),
+            self.target.share_N[rows].contiguous(),
+            like.new_empty(tokens),
+        )
+        counts = teacher.ids if teacher.counts is None else teacher.counts  # unread without counts
+        launch(kernels.take_support, tokens)(
+            product_tV, product_tV.stride(0), self.bias_V, teacher.ids, teacher.logp, counts,
+            chunk.taken2_tK, chunk.merged_tK, chunk.sums_t3, self.target.shard.first, *self.numbers,
+            V=columns, HAS_COUNTS=teacher.counts is not None, num_warps=self.tuning.support_warps,
+            **self.sizes, **self.flags,
+        )  # fmt: skip
+        return chunk
+
+    def launch(self, chunk: Chunk, stage: Any) -> None:
+        tokens, columns = chunk.product_tV.shape
+        gradient_tV = chunk.product_tV if chunk.gradient_tV is None else chunk.gradient_tV
+        launch(kernels.reduce_rows, tokens)(
+            chunk.product_tV, chunk.product_tV.stride(0), gradient_tV, gradient_tV.stride(0), self.bias_V,
+            chunk.ids_tK, chunk.taken2_tK, chunk.merged_tK, chunk.sums_t3, chunk.rest2_t, chunk.share_t,
+            chunk.loss_t, self.target.shard.first, *self.numbers,
+            V=columns, BLOCK=self.tuning.block, TAIL=KERNEL_TAILS[self.target.tail].value, STAGE=stage.value,
+            WITH_GRADIENT=chunk.gradient_tV is not None, num_warps=self.tuning.warps, **self.sizes, **self.flags,
+        )  # fmt: skip
+
+
+def launch(kernel: Any, programs: int) -> Any:
+    """`kernel` on a grid of one program a row. Not called without rows: chunks are never empty."""
+    return kernel[(programs,)]

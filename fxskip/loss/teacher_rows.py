@@ -1,0 +1,112 @@
+"""A sparse teacher's rows, checked and cut: what `sparse_kl` knows about each token's target."""
+
+# N tokens, t of one chunk, K entries of a row
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxskip.errors import FxskipError
+from fxskip.loss.arguments import require_same_device
+
+# How far a row's probabilities may add up to more than 1: log-probabilities stored in bfloat16 are off by a thousandth.
+MASS_TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True)
+class TeacherRows:
+    """ids [n, K] integer, logp [n, K] natural logarithms, counts [n] or None when all entries are given."""
+
+    ids: Tensor
+    logp: Tensor
+    counts: Tensor | None
+
+    def of(self, rows: slice | Tensor) -> "TeacherRows":
+        """The given rows, contiguous, as the kernels need them."""
+        counts = None if self.counts is None else self.counts[rows].contiguous()
+        return TeacherRows(self.ids[rows].contiguous(), self.logp[rows].contiguous(), counts)
+
+    def given(self) -> Tensor:
+        """[n, K]: which entries count; the first counts[n] of each row."""
+        if self.counts is None:
+            return torch.ones_like(self.ids, dtype=torch.bool)
+        return torch.arange(self.ids.shape[1], device=self.ids.device) < self.counts[:, None]
+
+    def require_valid(self, who: str, vocabulary: int, weight_N: Tensor | None) -> None:
+        """Raises at the first wrong value of a row that counts. Waits for the device, once."""
+        checked = self.given()
+        if weight_N is not None:
+            checked &= (weight_N > 0)[:, None]
+        wrong = {
+            "ids": checked & ((self.ids < 0) | (self.ids >= vocabulary)),
+            "logp": checked & ~self.logp.isfinite(),
+            "mass": self.masses(checked) > 1.0 + MASS_TOLERANCE,
+        }
+        if self.counts is not None:
+            wrong["counts"] = (self.counts < 0) | (self.counts > self.ids.shape[1])
+        flags = torch.stack([bad.any() for bad in wrong.values()]).tolist()
+        for name, is_wrong in zip(wrong, flags, strict=True):
+            if is_wrong:
+                raise self.error(who, name, wrong[name].nonzero()[0].tolist(), checked, vocabulary)
+
+    def masses(self, checked_NK: Tensor) -> Tensor:
+        return torch.where(checked_NK, self.logp.float().exp(), 0.0).sum(dim=-1)
+
+    def error(self, who: str, name: str, at: list[int], checked_NK: Tensor, vocabulary: int) -> FxskipError:
+        place = ", ".join(map(str, at))
+        if name == "ids":
+            return FxskipError(
+                who, f"ids[{place}] is {int(self.ids[*at])}", hint=f"ids are 0 to {vocabulary - 1}"
+            )
+        if name == "logp":
+            return FxskipError(
+                who,
+                f"logp[{place}] is {float(self.logp[*at])}",
+                hint="logp are finite; leave out what has probability 0, with counts",
+            )
+        if name == "counts":
+            found = int(self.counts[*at]) if self.counts is not None else 0
+            return FxskipError(
+                who, f"counts[{place}] is {found}", hint=f"counts are 0 to {self.ids.shape[1]}"
+            )
+        mass = float(self.masses(checked_NK)[*at])
+        return FxskipError(
+            who,
+            f"the probabilities of row {place} of logp add up to {mass:.6g}",
+            hint="logp are log-probabilities over the whole vocabulary, not logits, and a token counts once",
+        )
+
+
+def checked_teacher(who: str, hidden: Tensor, ids: Any, logp: Any, counts: Any) -> TeacherRows:
+    """Types, shapes and devices; the values are `require_valid`'s."""
+    tokens = hidden.shape[0]
+    for name, value in (("ids", ids), ("logp", logp)):
+        if not isinstance(value, Tensor):
+            raise FxskipError(who, f"{name} is a {type(value).__name__}", hint=f"{name} is a [N, K] tensor")
+        if value.dim() != 2 or value.shape[0] != tokens or value.shape[1] == 0:
+            raise FxskipError(
+                who, f"{name} has shape {list(value.shape)}", hint=f"{name} is [{tokens}, K], K at least 1"
+            )
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise FxskipError(who, f"ids is {ids.dtype}", hint="ids are int64 or int32")
+    if not logp.is_floating_point():
+        raise FxskipError(who, f"logp is {logp.dtype}", hint="logp is a float tensor of natural logarithms")
+    if ids.shape != logp.shape:
+        raise FxskipError(
+            who, f"ids is {list(ids.shape)}, logp {list(logp.shape)}", hint="one logp for each id"
+        )
+    if logp.requires_grad:
+        raise FxskipError(who, "logp requires a gradient", hint="the teacher is a constant: logp.detach()")
+    if counts is not None:
+        wrong_kind = not isinstance(counts, Tensor) or counts.is_floating_point() or counts.is_complex()
+        if wrong_kind or list(counts.shape) != [tokens] or counts.dtype == torch.bool:
+            found = (
+                f"{counts.dtype} {list(counts.shape)}"
+                if isinstance(counts, Tensor)
+                else type(counts).__name__
+            )
+            raise FxskipError(who, f"counts is {found}", hint=f"counts is [{tokens}], whole numbers, or None")
+    require_same_device(who, hidden=hidden, ids=ids, logp=logp, counts=counts)
+    return TeacherRows(ids, logp, counts)

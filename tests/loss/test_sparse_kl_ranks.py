@@ -1,0 +1,92 @@
+"""A vocabulary over two processes: loss, d hidden and each shard's gradients are those of one process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fxskip.errors import FxskipError
+from fxskip.loss import sparse_kl
+from fxskip.loss.sparse_baselines import dense_sparse_kl, forward_chunked_sparse_kl, full_chunked_sparse_kl
+from tests.loss.sparse_formulas import loss_and_gradients
+from tests.loss.test_sparse_kl import COUNTS, WEIGHTS, D, K, N, Sparse, V, assert_close, has_triton
+from tests.ranks import run_ranks
+
+RANKS = 2
+PADDED = V + 6
+
+
+def one_rank(rank: int) -> None:
+    equal_to_one_process(rank)
+    gradients_agree_with_autograd(rank)
+    wrong_shards_are_refused(rank)
+
+
+def equal_to_one_process(rank: int) -> None:
+    """Shards of unequal size, the last with padding; row 0's support lies on one rank alone."""
+    shard = [slice(0, 30), slice(30, PADDED)][rank]
+    for tail, options in (
+        ("truncated", {}),
+        ("truncated", {"scale": 0.7, "softcap": 3.0, "temperature": 0.6}),
+        ("ghost", {"counts": COUNTS}),
+        ("renormalised", {"token_weight": WEIGHTS, "denominator": 5.0}),
+        ("subset", {}),
+    ):
+        case = Sparse(vocabulary=PADDED, bias=True, options=options)
+        case.ids %= V
+        case.ids[0] = torch.arange(K)
+        hidden, weight, bias = case.leaves
+        right = loss_and_gradients(tail, case.leaves, case.ids, case.logp, vocabulary=V, **options)
+        right = [right[0], right[1], right[2][shard], right[3][shard]]
+        # The interpreter takes its time: a case with all that the kernels do between and after the exchange.
+        is_interpreted = tail == "ghost" and has_triton()
+        for implementation in ("torch", "triton") if is_interpreted else ("torch",):
+            leaves = [hidden, *(leaf.detach()[shard].requires_grad_() for leaf in (weight, bias))]
+            loss = sparse_kl(
+                *leaves[:2], case.ids, case.logp, bias=leaves[2], tail=tail, vocabulary=V, group=dist.group.WORLD,
+                implementation=implementation, chunk_tokens=4, **options,
+            )  # fmt: skip
+            assert_close([loss.detach(), *torch.autograd.grad(loss, leaves)], right)
+
+
+def gradients_agree_with_autograd(rank: int) -> None:
+    """The baselines, and equal shards without validation."""
+    shard = slice(rank * V // 2, (rank + 1) * V // 2)
+    case = Sparse()
+    hidden, weight = case.leaves
+    right = case.expected()
+    leaves = [hidden, weight.detach()[shard].requires_grad_()]
+    for form, options in (
+        (dense_sparse_kl, {}),
+        (forward_chunked_sparse_kl, {"chunk_tokens": 4}),
+        (full_chunked_sparse_kl, {"chunk_tokens": 4}),
+        (sparse_kl, {"chunk_tokens": 4, "validate": False}),
+    ):
+        loss = form(*leaves, case.ids, case.logp, group=dist.group.WORLD, **options)
+        assert_close(
+            [loss.detach(), *torch.autograd.grad(loss, leaves)], [right[0], right[1], right[2][shard]]
+        )
+
+
+def wrong_shards_are_refused(rank: int) -> None:
+    ids, logp = torch.zeros(N, 1, dtype=torch.int64), torch.full((N, 1), -1.0)
+    shard = torch.zeros(V // 2, D)
+    with pytest.raises(FxskipError, match="vocabulary is 51, and weight has 50 rows on 2 ranks"):
+        sparse_kl(torch.zeros(N, D), shard, ids, logp, vocabulary=V + 1, group=dist.group.WORLD)
+    tokens = N - rank
+    with pytest.raises(FxskipError, match=r"hidden differs over the ranks of group: tokens are \[13, 12\]"):
+        sparse_kl(torch.zeros(tokens, D), shard, ids[:tokens], logp[:tokens], group=dist.group.WORLD)
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+def test_two_ranks_equal_one(tmp_path: Path) -> None:
+    run_ranks(one_rank, RANKS, tmp_path / "store")
+
+
+@pytest.mark.parametrize("form", [dense_sparse_kl, forward_chunked_sparse_kl, full_chunked_sparse_kl])
+def test_the_baselines_on_one_rank(form):
+    case = Sparse()
+    loss = form(*case.leaves, case.ids, case.logp)
+    assert_close([loss.detach(), *torch.autograd.grad(loss, case.leaves)], case.expected())
