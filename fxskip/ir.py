@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fxskip.errors import PassError
 from fxskip.leaves import Contents, run_leaf
@@ -305,10 +306,20 @@ def module_path(node: fx.Node) -> str:
     return path.partition("].")[2] if path.startswith("L[") else path
 
 
+def _is_size(node: fx.Node) -> bool:
+    """Whether the node's value is known and holds no tensor: a size, a dtype, a number."""
+    return value(node) is not None and not any(
+        isinstance(part, torch.Tensor) for part in pytree.tree_leaves(value(node))
+    )
+
+
 def dataflow(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
-    """Successors of each node. A node that writes in place also feeds the later readers of that memory."""
+    """Successors of each node. A node that writes in place also feeds the later readers of that memory.
+
+    A size feeds nothing: two values of the stream have the same.
+    """
     order = {n: i for i, n in enumerate(graph.nodes)}
-    after = {n: set(n.users) for n in graph.nodes}
+    after = {n: {u for u in n.users if not _is_size(u)} for n in graph.nodes}
     readers: dict[int, set[fx.Node]] = {}
     for node in graph.nodes:
         if (memory := storage(node)) is not None:

@@ -45,8 +45,10 @@ def draw_inputs(
 
     hidden = randn(tokens, width).requires_grad_()
     ids, logp = draw_teacher(tokens, vocabulary, generator)
-    torch.manual_seed(rank)
-    weight = (0.02 * torch.randn(vocabulary // shards, width, device="cuda")).bfloat16().requires_grad_()
+    # Another seed than that of the states: of equal numbers, each token's logit by its own row would be |h|^2.
+    own = torch.Generator("cuda").manual_seed(1 + rank)
+    rows = torch.randn(vocabulary // shards, width, generator=own, device="cuda")
+    weight = (0.02 * rows).bfloat16().requires_grad_()
     return Inputs(hidden, weight, ids, logp)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 
 from fxskip.capture.eager_branches import eager_branches
 from fxskip.capture.recorded_outputs import traceable_recording
+from fxskip.capture.selective_scan import whole_selective_scans
 from fxskip.errors import CaptureError, FxskipError
 from fxskip.ir import is_matrix_product, module_path, op_name, refuse_to_run, stream_in, stream_out
 
@@ -97,6 +98,7 @@ def compile_region(
             torch._dynamo.config.patch(_DYNAMO),
             _SHAPES.patch(use_duck_shape=False),
             eager_branches(),
+            whole_selective_scans(),
             traceable_recording(),
         ):
             try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
@@ -126,6 +127,18 @@ class FxSkipModelMixin:
                 f"{loaded.__name__}",
                 hint=f"transform a {loaded.__name__}, or save the state_dict alone with safetensors",
             )
+
+    def get_compiled_call(self, compile_config: Any) -> Any:
+        """What `generate` calls with a static cache: the model as it is, where transformers would compile it.
+
+        The layers are captured already, and CUDA graphs, its default, cannot go around them.
+        """
+        if compile_config is not None:
+            warnings.warn(
+                "generate: compile_config has no effect on a model rewired by fxskip, whose layers run as captured",
+                stacklevel=2,
+            )
+        return self.__call__  # type: ignore[operator]
 
     # transformers reads these two off the source text of a class's module, which for ours is this file. A wrong
     # answer would load the model with a loop over experts, which cannot be captured.

@@ -20,7 +20,7 @@ from fxskip.capture.twin import layer_class, require_own_class_forward
 from fxskip.errors import CaptureError, PassError
 from fxskip.leaves import make_leaf, running
 from fxskip.pipeline import rewire
-from fxskip.runtime.layer_cache import layer_caches, needs_whole_cache
+from fxskip.runtime.layer_cache import layer_caches, on_device, uses_one_part
 from fxskip.wiring import RegionWiring
 
 
@@ -34,7 +34,7 @@ class Region(nn.Module):
     fxskip_base: ClassVar[type[nn.Module]]
     fxskip_wiring: RegionWiring
     fxskip_layer: int
-    fxskip_whole_cache: bool
+    fxskip_one_part: bool
 
     # Inside somebody else's torch.compile (of a layer, or of a loop over layers), Dynamo would follow the call into
     # the original body. A graph break instead; fullgraph=True fails.
@@ -45,9 +45,10 @@ class Region(nn.Module):
         streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         _require_streams(self, len(streams))
         region = _compiled(self.fxskip_wiring)
-        own = kwargs if self.fxskip_whole_cache else layer_caches(kwargs, self.fxskip_layer)
+        alone = kwargs if self.fxskip_one_part else {}
+        own = kwargs | layer_caches(alone, self.fxskip_layer)
         try:
-            with running(self):
+            with running(self), on_device(alone, self.fxskip_layer, streams[0].device):
                 out, others = region(self, self.fxskip_base, streams, args, own)
         except (CaptureError, PassError) as error:
             raise error.within(f"decoder layer {self.fxskip_layer}") from error.__cause__
@@ -74,7 +75,7 @@ def install(
         layer.__class__ = region_class(layer_class(layer))
         layer.fxskip_wiring = wiring  # type: ignore[assignment]
         layer.fxskip_layer = index  # type: ignore[assignment]
-        layer.fxskip_whole_cache = needs_whole_cache(layer, index)  # type: ignore[assignment]
+        layer.fxskip_one_part = uses_one_part(layer, index)  # type: ignore[assignment]
 
 
 _REGION_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}

@@ -26,7 +26,7 @@ STOCK_CLASSES = {
 @pytest.fixture(scope="module", params=STOCK_CLASSES)
 def case(request, tmp_path_factory):
     """A model type, its student and the folder with the saved student. Do not change them."""
-    student = fxskip.transform(tiny(request.param, num_hidden_layers=2), "farskip", inplace=True)
+    student = fxskip.transform(tiny(request.param), "farskip", inplace=True)
     folder = tmp_path_factory.mktemp(request.param) / "student"
     student.save_pretrained(folder)
     return request.param, student, folder

@@ -3,6 +3,7 @@
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -58,19 +59,31 @@ def assess(model_type: str) -> Row:
     try:
         identity = fxskip.transform(model, "identity")
     except fxskip.FxskipError as error:
-        return Row(model_type, refused=error.found, seconds=time.perf_counter() - start)
+        return Row(model_type, refused=_reason(error), seconds=time.perf_counter() - start)
     farskip, ladder = _student(model, "farskip"), _student(model, "ladder")
     saved = identity if isinstance(farskip, fxskip.PassError) else farskip
     return Row(
         model_type,
         blocks=_blocks(identity),
-        identity=_same_values(model, identity, ids),
-        farskip=_against_reference(model, farskip, FARSKIP, ids),
-        ladder=_against_reference(model, ladder, LADDER, ids),
-        generate=_generation(model, identity, farskip, ids),
-        reload=_reload(model_type, saved, ids),
+        identity=_or_error(_same_values, model, identity, ids),
+        farskip=_or_error(_against_reference, model, farskip, FARSKIP, ids),
+        ladder=_or_error(_against_reference, model, ladder, LADDER, ids),
+        generate=_or_error(_generation, model, identity, farskip, ids),
+        reload=_or_error(_reload, model_type, saved, ids),
         seconds=time.perf_counter() - start,
     )
+
+
+def _or_error(check: Callable[..., str], *arguments: object) -> str:
+    """What the check found, or what fxskip raised in it: errors of others are not for a table."""
+    try:
+        return check(*arguments)
+    except fxskip.FxskipError as error:
+        return f"fails: {_reason(error)}"
+
+
+def _reason(error: fxskip.FxskipError) -> str:
+    return f"{error.who}: {error.found}" + (f" ({error.where.splitlines()[0]})" if error.where else "")
 
 
 def _student(model: PreTrainedModel, spec: str) -> PreTrainedModel | fxskip.PassError:
@@ -118,7 +131,7 @@ def _against_reference(
     model: PreTrainedModel, student: PreTrainedModel | fxskip.PassError, drops: Drops, ids: Tensor
 ) -> str:
     if isinstance(student, fxskip.PassError):
-        return f"refused: {student.found}"
+        return f"refused: {_reason(student)}"
     expected = _logits(rewired(model, decoder_layers(model)[0], drops), ids)
     if (moved := _difference(expected, _logits(model, ids))) < DISTINCT:
         return f"not tested: the wiring changes the logits by only {moved:.0e}"

@@ -57,7 +57,7 @@ _FEED_FORWARD_READERS = (
     "pre_feedforward_layernorm", "pre_mlp_layernorm", "pre_ff_layernorm", "ffn_norm", "norm_attn_norm.norm_2",
     "post_attention_layernorm",
 )  # fmt: skip
-_EXPERTS = ("experts", "text_moe.experts", "output_linear", "up_embed")
+_EXPERTS = ("experts", "text_moe.experts", "up_embed")
 _SHARED_BESIDE = ("shared_mlp",)
 """Shared experts that a layer keeps beside its MoE module."""
 
@@ -114,6 +114,8 @@ def _parallel_blocks(layer: nn.Module) -> tuple[Block, ...]:
 
 
 def _experts_in(layer: nn.Module, feed_forward: str) -> tuple[str, ...]:
+    if _has(layer, f"{feed_forward}.output_linear"):  # jetmoe: no module of experts, and a bias that is theirs
+        return (feed_forward,)
     names = [f"{feed_forward}.{name}" for name in _EXPERTS if _has(layer, f"{feed_forward}.{name}")]
     return tuple(names[:1])
 

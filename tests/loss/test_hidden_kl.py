@@ -208,3 +208,16 @@ def test_a_bad_argument_is_named(change, message):
     arguments = dict(zip(names, case.arguments, strict=True)) | change
     with pytest.raises(FxskipError, match=message):
         hidden_kl(**arguments)
+
+
+def test_compiled():
+    case = Case(bias=True)
+    teacher = case.teacher_hidden, case.teacher_weight
+    weight = torch.linspace(0.0, 2.0, 13)
+
+    def loss(hidden, head, bias):
+        return hidden_kl(hidden, head, *teacher, student_bias=bias, beta=0.5, token_weight=weight)
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    both = [torch.autograd.grad(form(*case.student), case.student) for form in (loss, compiled)]
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))

@@ -336,6 +336,10 @@ BAD = [
     ({"ids": torch.zeros(N, K)}, "ids is torch.float32"),
     ({"ids": torch.zeros(N, K + 1, dtype=torch.int64)}, r"ids is \[13, 6\], logp \[13, 5\]"),
     ({"ids": torch.zeros(N, 0, dtype=torch.int64)}, r"ids has shape \[13, 0\]"),
+    (
+        {"ids": torch.zeros(N, K, dtype=torch.int64, device="meta")},
+        "arguments are on several devices: .*ids on meta",
+    ),
     ({"logp": torch.full((N, K), -torch.inf)}, r"logp\[0, 0\] is -inf"),
     ({"logp": torch.full((N, K), torch.nan)}, r"logp\[0, 0\] is nan"),
     ({"logp": torch.zeros(N, K)}, "row 0 of logp add up to 5"),

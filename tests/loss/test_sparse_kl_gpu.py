@@ -14,7 +14,7 @@ pytestmark = [
 TOKENS, WIDTH, VOCABULARY, ENTRIES = 500, 128, 5003, 100  # the vocabulary is a multiple of nothing
 
 
-def seeded(dtype=torch.bfloat16):
+def seeded(dtype=torch.bfloat16, vocabulary=VOCABULARY):
     generator = torch.Generator("cuda").manual_seed(0)
 
     def randn(*shape):
@@ -22,7 +22,7 @@ def seeded(dtype=torch.bfloat16):
 
     return [
         leaf.requires_grad_()
-        for leaf in (randn(TOKENS, WIDTH), randn(VOCABULARY, WIDTH) / 4, randn(VOCABULARY))
+        for leaf in (randn(TOKENS, WIDTH), randn(vocabulary, WIDTH) / 8, randn(vocabulary))
     ]
 
 
@@ -54,11 +54,30 @@ def test_as_near_to_float64_as_plain_torch(tail, dtype, options):
         return [relative_error(a, b) for a, b in zip(got, right, strict=True)]
 
     plain = errors(implementation="torch")
-    # bfloat16 logits are the one thing that plain PyTorch rounds less often: they are within 2**-9 of their size.
-    margin = 1e-6 if dtype == torch.float32 else 4e-3
+    # Plain PyTorch does not round its logits: logits of a size of 1.4 in bfloat16 add 7e-4 to these gradients.
+    margin = 1e-6 if dtype == torch.float32 else 2e-3
     for name, kernel_error, plain_error in zip(
         ("loss", "d hidden", "d weight", "d bias"), errors(implementation="triton"), plain, strict=True
     ):
+        assert kernel_error <= 1.2 * plain_error + margin, (name, kernel_error, plain_error)
+
+
+@pytest.mark.parametrize("vocabulary", [32768, 40000], ids=["whole steps", "steps and a rest"])
+@pytest.mark.parametrize("logits_dtype", [None, torch.float32])
+def test_vocabularies_that_are_read_in_vectors(vocabulary, logits_dtype):
+    leaves = seeded(vocabulary=vocabulary)[:2]
+    ids, logp = seeded_teacher(TOKENS, vocabulary, ENTRIES, device="cuda")
+    right = loss_and_gradients("truncated", leaves, ids, logp)
+
+    def errors(**more):
+        loss = sparse_kl(*leaves, ids, logp, chunk_tokens=192, **more)
+        got = [loss.detach(), *torch.autograd.grad(loss, leaves)]
+        return [relative_error(a, b) for a, b in zip(got, right, strict=True)]
+
+    plain = errors(implementation="torch")
+    kernels = errors(implementation="triton", logits_dtype=logits_dtype)
+    margin = 2e-3 if logits_dtype is None else 5e-4  # of rounding the logits
+    for name, kernel_error, plain_error in zip(("loss", "d hidden", "d weight"), kernels, plain, strict=True):
         assert kernel_error <= 1.2 * plain_error + margin, (name, kernel_error, plain_error)
 
 
@@ -93,7 +112,7 @@ def test_equal_bits_and_no_growth_with_the_number_of_chunks():
             runs.append(torch.autograd.grad(loss, leaves))
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
         assert (
-            relative_error(runs[0][1], right) < 4e-3
+            relative_error(runs[0][1], right) < 3e-3
         )  # roundings of logits, of their gradient, of the result
 
 

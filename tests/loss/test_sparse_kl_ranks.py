@@ -1,10 +1,12 @@
 """A vocabulary over two processes: loss, d hidden and each shard's gradients are those of one process."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from fxskip.errors import FxskipError
 from fxskip.loss import sparse_kl
@@ -20,6 +22,7 @@ PADDED = V + 6
 def one_rank(rank: int) -> None:
     equal_to_one_process(rank)
     gradients_agree_with_autograd(rank)
+    data_parallel_ranks_add_up(rank)
     wrong_shards_are_refused(rank)
 
 
@@ -67,6 +70,37 @@ def gradients_agree_with_autograd(rank: int) -> None:
         assert_close(
             [loss.detach(), *torch.autograd.grad(loss, leaves)], [right[0], right[1], right[2][shard]]
         )
+
+
+def data_parallel_ranks_add_up(rank: int) -> None:
+    """Different tokens on each rank, two micro-batches on one: with the global count it is one batch."""
+    case = Sparse(entries=K)
+    right = case.expected()
+    head = torch.nn.Linear(D, V, bias=False)
+    with torch.no_grad():
+        head.weight.copy_(case.leaves[1])
+    model = DistributedDataParallel(Scored(head))
+    micro_batches = [[slice(0, 4)], [slice(4, 9), slice(9, N)]][rank]
+    losses = []
+    for number, rows in enumerate(micro_batches):
+        last = number == len(micro_batches) - 1
+        with contextlib.nullcontext() if last else model.no_sync():
+            # DDP takes the mean over ranks, and the loss is to be the sum over all tokens by their number.
+            loss = model(case.leaves[0][rows].detach(), case.ids[rows], case.logp[rows], N / RANKS)
+            loss.backward()
+            losses.append(loss.detach())
+    total = torch.stack(losses).sum()
+    dist.all_reduce(total)
+    assert_close([total / RANKS, head.weight.grad], [right[0], right[2]])
+
+
+class Scored(torch.nn.Module):
+    def __init__(self, head: torch.nn.Linear) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden, ids, logp, denominator):
+        return sparse_kl(hidden, self.head.weight, ids, logp, denominator=denominator)
 
 
 def wrong_shards_are_refused(rank: int) -> None:

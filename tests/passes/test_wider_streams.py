@@ -167,6 +167,19 @@ def test_a_shortcut_whose_dense_neighbour_moves() -> None:
     assert torch.equal(without, r)
 
 
+def reads_a_size_of_a_later_value(x: Tensor) -> Tensor:
+    h = norm(x)
+    x = x + attention(h)
+    return x + experts(h).reshape(x.shape)
+
+
+def test_a_size_is_no_value_of_the_stream() -> None:
+    x = stream(1)
+    kept = (block("attention"), BlockWiring("moe", ("routed",), lacks((1, "attention")), behind=1))
+    (got,) = run(rewired(reads_a_size_of_a_later_value, RegionWiring(kept, (FULL,), (FULL,))), x)
+    assert torch.equal(got, reads_a_size_of_a_later_value(x))
+
+
 # --- refusals ------------------------------------------------------------------------------------
 
 

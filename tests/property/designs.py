@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
-VOCAB, WIDTH, HEADS, EXPERTS = 32, 16, 2, 4
+VOCAB, WIDTH, HEADS, EXPERTS = 32, 16, 2, 3
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ CHOICES: dict[str, list[Any]] = {
 }
 
 
-def random_design(draw: random.Random) -> Design:
+def random_design(draw: random.Random, *, max_layers: int = 5) -> Design:
     """Any combination of the choices; some make others void, such as an order without shared experts."""
-    count = draw.choice([1, 2, 2, 3, 3, 4, 5])
+    count = min(draw.choice([1, 2, 2, 3, 3, 4, 5]), max_layers)
     pattern = draw.choice(["moe", "moe", "first dense", "alternating", "any", "any"])
     layers = {
         "moe": ["moe"] * count,

@@ -37,10 +37,14 @@ def logits(model: nn.Module, batch: Batch) -> Tensor:
     return out
 
 
+def cache_name(model: nn.Module) -> str:
+    """transformers renamed the argument, and the field of the output, after 5.17."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def step_logits(model: nn.Module, batch: Batch, lengths: list[int]) -> list[Tensor]:
     """The logits of consecutive calls with one cache: `lengths` tokens at a time."""
-    # Transformers renamed the argument, and the field of the output, after 5.17.
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    name = cache_name(model)
     state: dict[str, Any] = {}
     steps, end = [], 0
     for length in lengths:
