@@ -72,20 +72,25 @@ class ProgramAnalysis:
         outside = whole - sum(c.parameters for c in costs)
         return cls(program, graph, blocks, ModelCosts(costs, dtype_of(module), whole, outside, head=None))
 
+    @property
+    def name(self) -> str:
+        """Of the program's class."""
+        return type(self.program.module).__name__
+
     def connect(self, spec: Spec) -> ModelWiring:
         """What the spec means for the program."""
         return connect(spec, self.blocks)
 
     def plan(self, spec: Spec, wiring: ModelWiring, wishes: Wishes) -> Plan:
         """The wiring as a table, with estimates."""
-        return make_plan(type(self.program.module).__name__, spec, wiring, self.blocks, self.costs, wishes)
+        return make_plan(self.name, spec, wiring, self.blocks, self.costs, wishes)
 
     def rewired(self, spec: Spec, wiring: ModelWiring, *, inplace: bool) -> fx.GraphModule:
         """The program, or a copy, with the rewired graph and its record."""
         graph = rewire(self.program.graph, as_one_region(wiring))
         student = with_graph(self.program.module, graph, inplace=inplace)
         record = WiringRecord.of(spec, self.blocks, wiring, ())
-        keep_record(student, ProgramRecord(record, self.costs, operations(student)))
+        keep_record(student, ProgramRecord(self.name, record, self.costs, operations(student)))
         return student
 
 
@@ -113,4 +118,4 @@ def explain_program(student: nn.Module, record: ProgramRecord, wishes: Wishes) -
             hint="something changed its graph after the transform; transform the original program again",
         )
     spec, wiring = load_spec(record.wiring.spec), record.wiring.wiring(where="the program's record")
-    return make_plan(type(program).__name__, spec, wiring, record.wiring.blocks, record.costs, wishes)
+    return make_plan(record.model, spec, wiring, record.wiring.blocks, record.costs, wishes)

@@ -17,6 +17,8 @@ _KEY = "fxskip"
 class ProgramRecord:
     """Plain data: what `explain` shows of a program, whose original graph is gone."""
 
+    model: str
+    """Name of the original program's class."""
     wiring: WiringRecord
     costs: ModelCosts
     operations: tuple[str, ...]

@@ -158,7 +158,7 @@ def _row(plan: Plan, number: int, names: Sequence[str]) -> ET.Element:
         element("td", reads, *why),
         element("td", *_beside(block)),
         element("td", f"{block.costs.parameters:,}", class_="number"),
-        element("td", mflop(block.costs.flops_per_token), class_="number"),
+        element("td", mflop(block.costs), class_="number"),
         element("td", short(block.weight_bytes, "B"), class_="number"),
         element("td", short(block.activation_bytes, "B"), class_="number"),
         element("td", whole(block.est_us, ","), class_="number"),

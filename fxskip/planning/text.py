@@ -86,7 +86,7 @@ def _add_row(table: Table, block: PlannedBlock) -> None:
         block.path,
         f"{block.reads} ({block.refused})" if block.refused else block.reads,
         short(block.costs.parameters, ""),
-        mflop(block.costs.flops_per_token),
+        mflop(block.costs),
         short(block.weight_bytes, "B"),
         short(block.activation_bytes, "B"),
         whole(block.est_us),

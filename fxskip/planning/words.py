@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fxskip import wiring
 from fxskip.planning.plan import Plan, PlannedBlock
 from fxskip.planning.window import LayerWindow
+from fxskip.schedule.costs import Costs
 from fxskip.schedule.roofline import Deployment
 
 UNKNOWN = "unknown"
@@ -18,9 +19,12 @@ def kind(block: PlannedBlock) -> str:
     return KINDS.get(block.kind, block.kind)
 
 
-def mflop(flops: float | None) -> str:
-    """12345678 as "12.35"."""
-    return UNKNOWN if flops is None else f"{flops / 1e6:,.2f}"
+def mflop(costs: Costs) -> str:
+    """12345678 FLOPs a token as "12.35"; where those of some parts are not known, "12.35 + unknown"."""
+    known = [part.flops_per_token for part in costs.parts if part.flops_per_token is not None]
+    if not known:
+        return UNKNOWN
+    return f"{sum(known) / 1e6:,.2f}" + ("" if len(known) == len(costs.parts) else f" + {UNKNOWN}")
 
 
 def whole(number: float | None, separator: str = "") -> str:

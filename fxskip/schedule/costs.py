@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxskip.ir import block_nodes, dataflow, info, is_tensor, op_name, reachable, value, writes
-from fxskip.schedule.operations import UNKNOWN, Setting, Work, work_of
-from fxskip.schedule.parts import Held, multiplies_activations, parts_of, routing_of
-from fxskip.schedule.sizes import DependsOnValues, hint, total
+from fxskip.ir import block_nodes, dataflow, info, op_name, reachable, value, writes
+from fxskip.schedule.operations import UNKNOWN, Setting, Work, heads_of, work_of
+from fxskip.schedule.parts import Held, has_scan, parts_of, routing_of
+from fxskip.schedule.sizes import hint, total
 
 CONTEXT = 4096
 """Tokens of a sequence unless the caller says otherwise."""
@@ -110,15 +110,15 @@ def _block_costs(graph: fx.Graph, number: int, keys: float, held: Held, counted:
     assert about is not None
     size = [hint(s) for s in value(write.anchor).shape]
     nodes = list(block_nodes(graph, number))
-    routing = routing_of(nodes, about.kind)
-    parts = parts_of(nodes, about.kind, routing, held)
-    selects = about.kind == "attention" and any(op_name(n) == "topk" for n in nodes)
     # A stream of two dimensions is one sequence; more than three are several streams side by side.
     tokens, length = (size[0] * size[1], size[1]) if len(size) > 2 else (size[0], size[0])
+    routing = routing_of(nodes, about.kind, tokens, held)
+    parts = parts_of(nodes, about.kind, routing, held)
+    selects = about.kind == "attention" and any(op_name(n) == "topk" for n in nodes)
     setting = Setting(tokens, length, None if selects else keys, routing, held)
     own = [n for n in nodes if (mine := info(n)) is not None and mine.write == number]
     work: dict[str, list[Work]] = {name: [] for name in dict.fromkeys(parts.values())}
-    if about.kind == "mixer" or "scan" in work:
+    if has_scan(nodes):  # its products alone would tell too little, and padded to a chunk they are too many
         work["scan"] = [UNKNOWN]
     for node in own:
         if parts[node] != "scan" and (one := work_of(node, parts[node], setting)) is not None:
@@ -131,7 +131,7 @@ def _block_costs(graph: fx.Graph, number: int, keys: float, held: Held, counted:
         routing.chosen,
         routing.groups,
         routing.chosen_groups,
-        _heads(nodes, held) if about.kind == "attention" else 0,
+        heads_of(nodes, length, held) if about.kind == "attention" else 0,
     )
 
 
@@ -159,16 +159,3 @@ def _parameters(
                     counted.add(key)
                     found[parts[node]] = found.get(parts[node], 0) + parameter.numel()
     return found
-
-
-def _heads(nodes: list[fx.Node], held: Held) -> int:
-    """Heads of the queries [batch, heads, length, width] of an attention; 0 where they do not look like that."""
-    for node in nodes:
-        if "attention" in op_name(node) or multiplies_activations(node, held):
-            query = next((value(o) for o in node.all_input_nodes if is_tensor(o)), None)
-            if query is not None and query.dim() == 4:
-                try:
-                    return hint(query.shape[1])
-                except DependsOnValues:
-                    return 0
-    return 0

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxskip.ir import info, is_leaf, is_matrix_product, is_tensor, op_name, value
-from fxskip.schedule.parts import Held, Routing, is_activation, multiplies_activations, weight
+from fxskip.schedule.parts import (
+    Held,
+    Routing,
+    gathers_weights,
+    is_activation,
+    multiplies_activations,
+    weight,
+)
 from fxskip.schedule.sizes import DependsOnValues, hint, product
 
 
@@ -52,17 +59,38 @@ def work_of(node: fx.Node, part: str, setting: Setting) -> Work | None:
 
 def _counted(node: fx.Node, part: str, setting: Setting) -> Work | None:
     name = op_name(node)
-    if "attention" in name or "flash_attn" in name:
+    if _is_fused_attention(node):
         return _fused_attention(node, setting)
     if "conv1d" in name:
         return _convolution(node, setting)
     if not is_matrix_product(node):
         return None
+    if part == "moe":
+        return UNKNOWN
     if part == "routed":
         return _of_experts(node, setting)
     if multiplies_activations(node, setting.held):
         return _of_activations(node, setting) if part == "attention" else UNKNOWN
     return Work(_flops(node, setting.held) / setting.tokens, _moved(node) / setting.tokens)
+
+
+def _is_fused_attention(node: fx.Node) -> bool:
+    return "attention" in op_name(node) or "flash_attn" in op_name(node)
+
+
+def heads_of(nodes: list[fx.Node], length: int, held: Held) -> int:
+    """Heads of an attention: of queries [batch, heads, length, width], or of scores [batch, heads, length, length].
+
+    0 where the graph does not show them like that.
+    """
+    queries = [value(_operands(n)[0]) for n in nodes if _is_fused_attention(n) and _operands(n)]
+    scores = [value(n) for n in nodes if multiplies_activations(n, held) and is_tensor(n)]
+    try:
+        found = [t for t in queries if t.dim() == 4 and hint(t.shape[2]) == length]
+        found += [t for t in scores if t.dim() == 4 and [hint(s) for s in t.shape[2:]] == [length, length]]
+        return hint(found[0].shape[1]) if found else 0
+    except DependsOnValues:
+        return 0
 
 
 def _fused_attention(node: fx.Node, setting: Setting) -> Work | None:
@@ -86,8 +114,8 @@ def _of_experts(node: fx.Node, setting: Setting) -> Work | None:
     """A product of routed experts counts for the tokens that are sent to them, however it is computed."""
     matrix = weight(node, setting.held)
     experts, chosen = setting.routing.experts, setting.routing.chosen
-    if matrix is None:
-        return None  # hands tokens out or gathers them
+    if matrix is None:  # hands tokens out or brings them back, if no weights are hidden in it
+        return UNKNOWN if gathers_weights(node, setting.held) else None
     if not experts or not chosen:
         return UNKNOWN
     inner, outer = map(hint, matrix.shape[-2:])

@@ -4,7 +4,7 @@ gate     all that a token meets on its own rank because it is routed: norm, rout
          through before it is sent and after it is back
 routed   the experts that tokens are sent to
 shared   the rest of a MoE, which waits for no exchange
-moe      a MoE whose router is hidden in a leaf: it cannot be divided
+moe      a MoE that does not show what its router chooses from: it cannot be divided, nor its work told
 scan     products of activations in a mixer: a recurrence over the sequence
 and the sub-block's kind for all others
 """
@@ -31,7 +31,7 @@ from fxskip.ir import (
     value,
 )
 from fxskip.passes.classify import mixes_the_sequence, routing_nodes
-from fxskip.schedule.sizes import hint, product
+from fxskip.schedule.sizes import DependsOnValues, hint, product
 
 Held = Callable[[fx.Node], Mapping[Hashable, torch.Tensor]]
 """The parameters that a node is, or that the module which it calls has, each under a key of its own."""
@@ -48,7 +48,7 @@ class Routing:
     """Groups of experts that are chosen between first, as DeepSeek's node-limited routing does."""
     chosen_groups: int = 1
     by: fx.Node | None = None
-    """The operation that chooses the experts."""
+    """The operation that chooses the experts, or that is the first to run them."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,43 @@ class _Choice:
     taken: int
 
 
-def routing_of(nodes: list[fx.Node], kind: str) -> Routing:
-    """The routing of a sub-block of that kind: the last choice is the one of experts."""
+def routing_of(nodes: list[fx.Node], kind: str, tokens: int, held: Held) -> Routing:
+    """The routing of a sub-block of that kind, captured on `tokens`: the last choice is the one of experts."""
     if kind != "moe":
         return Routing()
-    choices = [c for n in routing_nodes(nodes) if (c := _choice(n)) is not None]
+    candidates = routing_nodes(nodes)
+    choices = [c for n in candidates if (c := _choice(n)) is not None]
     if not choices:
+        return next(
+            (_routing_by_rows(n, tokens, held) for n in candidates if _is_grouped(n)), Routing(None, None)
+        )
+    if any(map(_looks_up_weights, nodes)):  # experts that are rows of a table, chosen by products of keys
         return Routing(None, None)
     *earlier, last = choices
     for one in earlier:
         if one.dimensions == 2 and 1 < one.there < last.there and last.there % one.there == 0:
             return Routing(last.there, last.taken, one.there, one.taken, last.node)
     return Routing(last.there, last.taken, by=last.node)
+
+
+def _looks_up_weights(node: fx.Node) -> bool:
+    return op_name(node) == "embedding"
+
+
+def _is_grouped(node: fx.Node) -> bool:
+    return "grouped_mm" in op_name(node)
+
+
+def _routing_by_rows(node: fx.Node, tokens: int, held: Held) -> Routing:
+    """What the experts' first product says of a router that chooses in other ways: matrices, and rows for a token."""
+    matrices = weight(node, held)
+    try:
+        rows = hint(value(node).shape[0])
+    except DependsOnValues:
+        return Routing(None, None)
+    if matrices is None or rows % tokens:
+        return Routing(None, None)
+    return Routing(hint(matrices.shape[0]), rows // tokens, by=node)
 
 
 def _choice(node: fx.Node) -> _Choice | None:
@@ -91,8 +116,8 @@ def _choice(node: fx.Node) -> _Choice | None:
 def parts_of(nodes: list[fx.Node], kind: str, routing: Routing, held: Held) -> dict[fx.Node, str]:
     """The part of the sub-block that each node belongs to."""
     if kind != "moe":
-        has_scan = any(map(mixes_the_sequence, nodes))
-        return {n: "scan" if has_scan and multiplies_activations(n, held) else kind for n in nodes}
+        scans = has_scan(nodes)
+        return {n: "scan" if scans and multiplies_activations(n, held) else kind for n in nodes}
     if routing.by is None:
         return dict.fromkeys(nodes, "moe")
     inside = set(nodes)
@@ -100,7 +125,9 @@ def parts_of(nodes: list[fx.Node], kind: str, routing: Routing, held: Held) -> d
     after, before = reachable([routing.by], edges), reachable([routing.by], reverse(edges))
 
     def part(node: fx.Node) -> str:
-        if node in before:  # what the router and the shared experts both read, the norm, goes to the router
+        if node in before and not _is_grouped(
+            node
+        ):  # what the router and the shared experts both read, the norm, goes to the router
             return "gate"
         # Beside the routing: experts of a loop over all tokens are weighted by it, a shared expert is added to them.
         beside = reachable([node], {n: set() if n in after else s for n, s in edges.items()})
@@ -116,8 +143,36 @@ def _local(parts: dict[fx.Node, str], routing: Routing, held: Held) -> list[fx.N
     routed = [n for n, part in parts.items() if part == "routed"]
     found = {n: w for n in routed if (w := weight(n, held)) is not None and w.dim() == 2}
     often = Counter(tuple(map(hint, w.shape)) for w in found.values())
-    experts = routing.experts or 0
-    return [n for n, w in found.items() if often[tuple(map(hint, w.shape))] < experts]
+    few = (
+        routing.experts or 0
+    ) / 2  # a router may also choose from experts that do nothing and have no matrix
+    return [n for n, w in found.items() if often[tuple(map(hint, w.shape))] < few]
+
+
+_WITHOUT_MEMORY = frozenset(
+    {
+        "add",
+        "chunk",
+        "contiguous",
+        "conv1d",
+        "dropout",
+        "float",
+        "getitem",
+        "linear",
+        "mean",
+        "mul",
+        "permute",
+        "pow",
+    }
+    | {"reshape", "rms_norm", "rsqrt", "sigmoid", "silu", "split", "to", "transpose", "unsqueeze", "view"}
+)
+"""Operations of gated convolutions. No recurrence over the sequence can be built of these alone: it multiplies,
+accumulates, or puts its steps together."""
+
+
+def has_scan(nodes: list[fx.Node]) -> bool:
+    """Whether a recurrence over the sequence may be in the sub-block, as in all mixers but gated convolutions."""
+    return any(map(mixes_the_sequence, nodes)) and not {op_name(n) for n in nodes} <= _WITHOUT_MEMORY
 
 
 def is_activation(node: fx.Node) -> bool:
@@ -142,6 +197,25 @@ def weight(node: fx.Node, held: Held) -> torch.Tensor | None:
     constant = [value(n) for n in operands if _is_constant(n, held)]
     matrices = [t for t in (*constant, *held(node).values()) if t.dim() >= 2 and t.is_floating_point()]
     return max(matrices, key=lambda t: product(t.shape), default=None)
+
+
+def gathers_weights(node: fx.Node, held: Held) -> bool:
+    """Whether a product of activations is one with rows of a parameter, which indices chose."""
+    seen, stack = {node}, [node]
+    while stack:
+        for operand in stack.pop().all_input_nodes:
+            if not is_tensor(operand) or operand in seen or is_matrix_product(operand):
+                continue
+            if info(operand) is not None:
+                seen.add(operand)
+                stack.append(operand)
+            elif (
+                value(operand).dim() >= 2
+                and value(operand).is_floating_point()
+                and _is_constant(operand, held)
+            ):
+                return True
+    return False
 
 
 def _is_constant(node: fx.Node, held: Held) -> bool:
