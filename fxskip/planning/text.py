@@ -141,4 +141,6 @@ def _legend(plan: Plan) -> str:
         lines.append(
             "exposed: what no compute can hide, each piece of compute used once; before: in the original wiring."
         )
+    if plan.forward.compute_us is None:
+        lines.append("unknown: the graph does not show it, or it depends on something that it does not show.")
     return "\n".join(lines)

@@ -182,7 +182,7 @@ def _moved(node: fx.Node) -> int:
     return sum(_numel(n) for n in (*_operands(node), node) if is_activation(n))
 
 
-_REPEATS = frozenset({"expand", "reshape", "getitem", "contiguous", "repeat_interleave"})
+_REPEATS = frozenset({"expand", "reshape", "getitem", "contiguous", "repeat_interleave", "transpose"})
 
 
 def _stored(node: fx.Node) -> int:

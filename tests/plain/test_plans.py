@@ -49,8 +49,8 @@ CASES: list[tuple[str, Callable[[nn.Module], Any]]] = [
     ("IndexAddMoE", exported),
     ("EinsumMoE", as_model),
     ("EinsumMoE", exported),
-    ("MaskedSumMoE", as_model),
-    ("IntoSharedMoE", as_model),
+    ("MaskedSumMoE", fx.symbolic_trace),
+    ("IntoSharedMoE", fx.symbolic_trace),
 ]
 
 
@@ -111,6 +111,45 @@ def test_a_leaf_that_routes_itself_leaves_the_exchange_unknown() -> None:
     assert '"compute_us": null' in made.to_json()
     cells = [words for tag, words in StrictHtml(page(made)).texts if tag == "td"]
     assert "unknown" in cells
+
+
+class WrittenOut(models.Attention):
+    """Attention as two products over [batch * heads, length, width], with a softmax between them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        parts = self.qkv(x).view(batch, length, 3, models.HEADS, D // models.HEADS).permute(2, 0, 3, 1, 4)
+        q, k, v = (part.flatten(0, 1) for part in parts)
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        scores = torch.bmm(q, k.transpose(1, 2)).masked_fill(later, float("-inf"))
+        seen = torch.bmm(scores.softmax(dim=-1), v).view(batch, models.HEADS, length, -1)
+        return self.out(seen.transpose(1, 2).reshape(batch, length, D))
+
+
+class WithEinsum(models.Attention):
+    """Attention as two einsums over [batch, length, heads, width]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, models.HEADS, D // models.HEADS).unbind(2)
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k).masked_fill(later, float("-inf"))
+        seen = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(dim=-1), v)
+        return self.out(seen.reshape(batch, length, D))
+
+
+@pytest.mark.parametrize("attention", [WrittenOut, WithEinsum])
+@pytest.mark.parametrize("capture", [as_model, exported])
+def test_attention_that_is_written_out_costs_what_a_fused_one_does(
+    attention: type[models.Attention], capture: Callable[[nn.Module], Any]
+) -> None:
+    model = Model(models.IndexAddMoE, LAYERS)
+    for layer in model.layers:
+        layer.attn = attention()
+    (part,) = plan(capture(model)).blocks[0].costs.parts
+    assert part.flops_per_token == ATTENTION
+    # The product with qkv, the one with out, and attention: scores are not stored.
+    assert part.activations_per_token == (D + 3 * D) + (D + D) + (3 * D + D)
 
 
 class Parallel(nn.Module):

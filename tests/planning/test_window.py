@@ -83,6 +83,29 @@ def test_equation_9():
     assert (row.exposed_before_us, row.exposed_after_us) == (90, 0)
 
 
+def test_what_is_not_known_leaves_unknown_what_it_could_hide():
+    blocks = model()
+    works, moves = times(blocks)
+    works[4] = [timed("attention", None)]  # of layer 2
+    stock, farskip = (connect(load_spec(spec), blocks).connections for spec in ("identity", "farskip"))
+    before, after = exposed(stock, works, moves), exposed(farskip, works, moves)
+    # In the original wiring no exchange runs beside attention; under farskip all of them compete for what there is.
+    assert None not in before.values()
+    assert set(after.values()) == {None}
+    rows = layer_windows(farskip, works, moves, before, after)
+    assert [row.room_us for row in rows] == [130, 130, None, 130, 130]
+    assert [row.margin_us for row in rows] == [10, 10, None, 10, 10]
+    assert rows[0].exposed_before_us == 90 and rows[0].exposed_after_us is None
+
+
+def test_an_exchange_of_unknown_length_is_unknown_alone_where_it_has_no_rival():
+    blocks = model()
+    works, moves = times(blocks)
+    moves[5] = [moved("dispatch", None), moved("combine", None)]
+    found = exposed(connect(load_spec("identity"), blocks).connections, works, moves)
+    assert {i for (i, _), us in found.items() if us is None} == {5}
+
+
 SPECS = {
     "ladder": "ladder",
     "farskip": "farskip",
