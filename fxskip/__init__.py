@@ -6,7 +6,7 @@ Importing the package tells transformers' Auto classes how to load rewired model
 """
 
 from fxskip import distill, loss
-from fxskip.api import explain, is_transformed, plan, spec_of, transform
+from fxskip.api import explain, is_transformed, plan, spec_of, trainable, transform
 from fxskip.checkpoint import register_families
 from fxskip.errors import (
     CacheError,
@@ -18,7 +18,7 @@ from fxskip.errors import (
     SpecError,
 )
 from fxskip.leaves import leaf
-from fxskip.planning import Plan
+from fxskip.planning import Plan, Trainable
 from fxskip.spec import Spec, load_spec
 from fxskip.version import __version__
 
@@ -34,6 +34,7 @@ __all__ = [
     "ScheduleError",
     "Spec",
     "SpecError",
+    "Trainable",
     "__version__",
     "distill",
     "explain",
@@ -43,5 +44,6 @@ __all__ = [
     "loss",
     "plan",
     "spec_of",
+    "trainable",
     "transform",
 ]

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from fxskip.capture import hf, plain
 from fxskip.capture.twin import LayerCapture
+from fxskip.capture.wrappers import inner_model
 from fxskip.checkpoint.family import adopt, base_class, record_of
 from fxskip.checkpoint.plain import PlainRecord, adopt_plain, plain_record
 from fxskip.checkpoint.record import WiringRecord
@@ -127,11 +128,12 @@ class Analysis:
         """Rewire `student`, the analysed model or a copy, in place."""
         leaves = [f"{layer.path}.{leaf}" for layer in self.layers for leaf in layer.leaves]
         record = WiringRecord.of(spec, self.blocks, wiring, leaves)
-        if isinstance(student, PreTrainedModel):
-            adopt(student, record)
+        inner = inner_model(student)
+        if isinstance(inner, PreTrainedModel):
+            adopt(inner, record, within=student)
             return
         assert self.inputs is not None
-        adopt_plain(student, PlainRecord(record, tuple(layer.path for layer in self.layers), self.inputs))
+        adopt_plain(inner, PlainRecord(record, tuple(layer.path for layer in self.layers), self.inputs))
 
 
 def require_not_rewired(who: str, model: object) -> None:

@@ -1,4 +1,4 @@
-"""The public calls: transform, plan, explain, spec_of, is_transformed."""
+"""The public calls: transform, plan, explain, trainable, spec_of, is_transformed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from transformers import PreTrainedConfig
 
 from fxskip.analysis import Analysis
 from fxskip.capture.program import as_module, is_program
+from fxskip.capture.sharding import is_sharded
+from fxskip.capture.wrappers import inner_model, refuse_wrapped
 from fxskip.checkpoint.auto_classes import loader
 from fxskip.checkpoint.family import record_of
 from fxskip.checkpoint.program import program_record
 from fxskip.checkpoint.record import WiringRecord
 from fxskip.errors import CheckpointError, PassError
-from fxskip.planning import Plan
+from fxskip.planning import Plan, Trainable, trainable_parameters
 from fxskip.planning.deployment import DEFAULT_HARDWARE, TOKENS, Wishes
 from fxskip.program_analysis import ProgramAnalysis, explain_program
 from fxskip.schedule.costs import CONTEXT
@@ -46,7 +48,8 @@ def transform(
             `x = layer(x, ...)`. Modules, parameters and state_dict keys stay. A model of transformers becomes an
             instance of a subclass that saves and loads with its wiring; any other keeps its class, and its wiring
             goes with deepcopy, pickle and torch.save of the whole model. Captured programs are taken too: an
-            fx.GraphModule, or an ExportedProgram, which becomes the GraphModule of its `module()`.
+            fx.GraphModule, or an ExportedProgram, which becomes the GraphModule of its `module()`. In a
+            PeftModel, the model inside is rewired, adapters and all.
         spec: a file, a mapping, the name of a preset, or a loaded Spec.
         inplace: rewire `model` itself. By default a deep copy is made, so that the original can teach it.
         example_inputs: what a model that is not from transformers is called with, such as `(ids,)`. Only the tensors'
@@ -64,9 +67,16 @@ def transform(
     if is_program(model):
         program = ProgramAnalysis.of("transform", as_module(model), example_inputs)
         return cast(Model, program.rewired(loaded, program.connect(loaded), inplace=inplace))
-    analysis = Analysis.of_original("transform", model, example_inputs)
+    if not inplace and is_sharded(model):
+        raise PassError(
+            "transform",
+            f"{type(model).__name__} is sharded by fully_shard and cannot be copied",
+            hint="pass inplace=True, or transform the model before it is sharded",
+        )
+    refuse_wrapped("transform", model)
+    analysis = Analysis.of_original("transform", inner_model(model), example_inputs)
     wiring = analysis.connect(loaded)
-    analysis.try_out(model, wiring)
+    analysis.try_out(inner_model(model), wiring)
     with torch.inference_mode(False):  # a copy made in inference mode could never be trained
         student = model if inplace else copy.deepcopy(model)
     analysis.install(student, loaded, wiring)
@@ -112,7 +122,7 @@ def plan(
     if is_program(model):
         program = ProgramAnalysis.of("plan", as_module(model), example_inputs, context_tokens)
         return program.plan(loaded, program.connect(loaded), wishes)
-    module = _without_weights(model) if isinstance(model, PreTrainedConfig) else model
+    module = _without_weights(model) if isinstance(model, PreTrainedConfig) else inner_model(model)
     analysis = Analysis.of_original("plan", module, example_inputs, context_tokens)
     return analysis.plan(loaded, analysis.connect(loaded), wishes)
 
@@ -122,6 +132,7 @@ def explain(student: nn.Module) -> Plan:
 
     Raises PassError for a model that is not rewired, CheckpointError where its layers are not wired as recorded.
     """
+    student = inner_model(student)
     record = _require_record("explain", student)
     wishes = Wishes(load_hardware(DEFAULT_HARDWARE))
     if (program := program_record(student)) is not None:
@@ -141,14 +152,23 @@ def explain(student: nn.Module) -> Plan:
     return analysis.plan(spec, wiring, wishes)
 
 
+def trainable(student: nn.Module) -> Trainable:
+    """Say which parameters of a rewired model train, sub-block by sub-block, and which experts stay frozen.
+
+    Raises PassError for a model that is not rewired.
+    """
+    model = inner_model(student)
+    return trainable_parameters(model, _require_record("trainable", model).blocks)
+
+
 def spec_of(student: nn.Module) -> Spec:
     """The spec that a rewired model was made with. Raises PassError for any other model."""
-    return load_spec(_require_record("spec_of", student).spec)
+    return load_spec(_require_record("spec_of", inner_model(student)).spec)
 
 
 def is_transformed(model: object) -> bool:
     """Whether `model` was rewired by fxskip, here or before it was saved."""
-    return record_of(model) is not None
+    return record_of(inner_model(model)) is not None
 
 
 def _without_weights(config: PreTrainedConfig) -> nn.Module:
@@ -179,8 +199,6 @@ def _refuse_missing_stages(spec: Spec, mesh: Any) -> None:
     if schedule is not None and (schedule.overlap, schedule.model_fields_set) != ("none", {"overlap"}):
         missing.append(f"{_written('schedule', schedule)} (the scheduler)")
     if (runtime := spec.runtime) is not None:
-        if runtime.recompute != "none":
-            missing.append(f"runtime.recompute: {runtime.recompute} (recomputation)")
         if runtime.transport != "auto":
             missing.append(f"runtime.transport: {runtime.transport} (transports)")
         if runtime.mode != "reference" and "mode" in runtime.model_fields_set:

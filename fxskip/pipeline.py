@@ -3,7 +3,8 @@
     model -> capture -> ANALYSIS -> connect(spec) -> REWIRING -> FINISHING -> region that runs
 
 A pass takes a graph and returns a copy; the input is left alone. `ANALYSIS` finds out what the region
-does, `REWIRING` changes it as the spec's wiring says, `FINISHING` makes it what runs.
+does, `REWIRING` changes it as the spec's wiring says, `FINISHING` makes it what runs, and `EAGER` is for
+graphs that no compiler lowers.
 """
 
 from __future__ import annotations
@@ -34,11 +35,8 @@ ANALYSIS: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     split_contributions,
 )
 REWIRING: tuple[Callable[[fx.Graph, RegionWiring], fx.Graph], ...] = (unshare, reroute, verify)
-FINISHING: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
-    join_scattered_adds,
-    remove_markers,
-    use_eager_kernels,
-)
+FINISHING: tuple[Callable[[fx.Graph], fx.Graph], ...] = (join_scattered_adds, remove_markers)
+EAGER: tuple[Callable[[fx.Graph], fx.Graph], ...] = (use_eager_kernels,)
 
 
 def analyse(graph: fx.Graph) -> fx.Graph:
@@ -48,13 +46,16 @@ def analyse(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
-def rewire(graph: fx.Graph, wiring: RegionWiring) -> fx.Graph:
-    """The graph that runs: analysed again, for each capture may differ, then wired, verified and freed of markers."""
+def rewire(graph: fx.Graph, wiring: RegionWiring, *, eager: bool = True) -> fx.Graph:
+    """The graph that runs: analysed again, for each capture may differ, then wired, verified and freed of markers.
+
+    eager   it runs node by node; False where a compiler lowers it
+    """
     graph = analyse(graph)
     _require_planned_blocks(graph, wiring)
     for step in REWIRING:
         graph = step(graph, wiring)
-    for finish in FINISHING:
+    for finish in (*FINISHING, *(EAGER if eager else ())):
         graph = finish(graph)
     return graph
 

@@ -19,7 +19,7 @@ from fxskip.capture.program import (
 )
 from fxskip.checkpoint.program import ProgramRecord, keep_record, operations
 from fxskip.checkpoint.record import WiringRecord
-from fxskip.errors import CaptureError, CheckpointError
+from fxskip.errors import CaptureError, CheckpointError, PassError
 from fxskip.passes.sub_blocks import sub_blocks
 from fxskip.pipeline import analyse, rewire
 from fxskip.planning import Plan, make_plan
@@ -87,6 +87,13 @@ class ProgramAnalysis:
 
     def rewired(self, spec: Spec, wiring: ModelWiring, *, inplace: bool) -> fx.GraphModule:
         """The program, or a copy, with the rewired graph and its record."""
+        runtime = spec.runtime
+        if runtime is not None and (runtime.recompute, runtime.lower) != ("none", "none"):
+            raise PassError(
+                "transform",
+                "runtime.recompute and runtime.lower are for models with layers; this is a captured program",
+                hint="leave them out, and give the result to torch.compile",
+            )
         graph = rewire(self.program.graph, as_one_region(wiring))
         student = with_graph(self.program.module, graph, inplace=inplace)
         record = WiringRecord.of(spec, self.blocks, wiring, ())

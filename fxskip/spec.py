@@ -10,7 +10,7 @@
     sum: as_written
     parallel: {expert: {size: 8, exchange: all_to_all}, tensor: {size: 1}}
     schedule: {overlap: full, solver: list, costs: roofline, max_in_flight_mib: 1024}
-    runtime: {recompute: none, transport: auto, mode: scheduled}
+    runtime: {recompute: none, lower: none, transport: auto, mode: scheduled}
 
 Nothing here runs a model or imports torch: a spec can be checked before the half minute that torch takes.
 """
@@ -117,10 +117,17 @@ class Schedule(Strict):
 
 
 class Runtime(Strict):
-    """How the scheduled model runs."""
+    """How the rewired model runs."""
 
     recompute: Literal["none", "layer", "selective"] = Field(
-        default="none", description="what the backward pass computes again instead of keeping"
+        default="none",
+        description="what the backward pass computes again instead of keeping: layer keeps a layer's inputs alone; "
+        "selective also the results of matrix products and attention",
+    )
+    lower: Literal["none", "aot_eager", "inductor"] = Field(
+        default="none",
+        description="what runs the rewired layers: none runs them operation by operation, to the original's last "
+        "bit; inductor compiles them, right to rounding; aot_eager has the compiler's graphs run uncompiled",
     )
     transport: Literal["auto", "nccl", "gloo", "copy_engine"] = Field(
         default="auto", description="what moves the bytes; auto chooses by device and interconnect"
@@ -130,6 +137,15 @@ class Runtime(Strict):
         description="scheduled overlaps; reference runs the rewired model in plain order; eager_wait waits "
         "at once, to tell a race from a wrong result",
     )
+
+    @model_validator(mode="after")
+    def _selects_what_it_sees(self) -> "Runtime":
+        if self.recompute == "selective" and self.lower != "none":
+            raise problem(
+                f"recompute: selective chooses among operations, and lower: {self.lower} compiles them into one; "
+                "write recompute: layer, or lower: none"
+            )
+        return self
 
 
 def _is_version(written: object) -> object:

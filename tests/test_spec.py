@@ -26,7 +26,7 @@ connect:
 sum: split
 parallel: {expert: {size: 8, exchange: all_reduce}, tensor: {size: 2}}
 schedule: {overlap: none, solver: cp_sat, costs: specs/hardware/h200.yaml, max_in_flight_mib: 64}
-runtime: {recompute: layer, transport: gloo, mode: eager_wait}
+runtime: {recompute: layer, lower: aot_eager, transport: gloo, mode: eager_wait}
 """
 
 
@@ -64,7 +64,9 @@ def test_every_key_of_the_language_is_read(tmp_path):
     assert spec.schedule.model_dump() == {
         "overlap": "none", "solver": "cp_sat", "costs": "specs/hardware/h200.yaml", "max_in_flight_mib": 64
     }  # fmt: skip
-    assert spec.runtime.model_dump() == {"recompute": "layer", "transport": "gloo", "mode": "eager_wait"}
+    assert spec.runtime.model_dump() == {
+        "recompute": "layer", "lower": "aot_eager", "transport": "gloo", "mode": "eager_wait"
+    }  # fmt: skip
 
 
 def test_what_is_omitted_means_one_process_and_nothing_scheduled():
@@ -80,7 +82,9 @@ def test_what_is_omitted_means_one_process_and_nothing_scheduled():
     assert section.schedule.model_dump() == {
         "overlap": "full", "solver": "list", "costs": "roofline", "max_in_flight_mib": 1024
     }  # fmt: skip
-    assert section.runtime.model_dump() == {"recompute": "none", "transport": "auto", "mode": "scheduled"}
+    assert section.runtime.model_dump() == {
+        "recompute": "none", "lower": "none", "transport": "auto", "mode": "scheduled"
+    }  # fmt: skip
 
 
 def test_a_rule_names_blocks_by_kind_or_path():
@@ -160,7 +164,7 @@ def test_digest_is_the_sha256_of_the_meaning(tmp_path):
             "overlap": "none", "solver": "cp_sat", "costs": "specs/hardware/h200.yaml",
             "max_in_flight_mib": 64,
         },
-        "runtime": {"recompute": "layer", "transport": "gloo", "mode": "eager_wait"},
+        "runtime": {"recompute": "layer", "lower": "aot_eager", "transport": "gloo", "mode": "eager_wait"},
     }  # fmt: skip
     meaning["connect"].sort()
     text = json.dumps(meaning, sort_keys=True, separators=(",", ":"))

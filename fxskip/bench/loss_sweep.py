@@ -35,7 +35,7 @@ ROW_TUNINGS = [
     )
 ]
 SUPPORT_TUNINGS = [
-    Tuning(support_block=block, support_warps=warps) for block, warps in product((16, 32, 64), (1, 2, 4))
+    Tuning(support_block=block, support_warps=warps) for block, warps in product((8, 16, 32), (2, 4, 8))
 ]
 PAIR_TUNINGS = [(512, 4), (1024, 4), (1024, 8), (2048, 8), (2048, 16), (4096, 16)]
 

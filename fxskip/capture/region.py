@@ -19,6 +19,7 @@ import torch._dynamo
 import torch.fx.experimental._config
 from torch import Tensor, fx, nn
 
+from fxskip.capture.causes import cause
 from fxskip.capture.eager_branches import eager_branches
 from fxskip.capture.recorded_outputs import traceable_recording
 from fxskip.capture.selective_scan import whole_selective_scans
@@ -37,6 +38,8 @@ _DYNAMO = {
     "recompile_limit": 128,
     # Hooks that a user adds after the capture must be seen.
     "skip_nnmodule_hook_guards": False,
+    # FSDP2 would have Dynamo miss the same hooks, and a parameter that is frozen, in the modules that it manages.
+    "skip_fsdp_guards": False,
     # DDP would have Dynamo cut the region at bucket borders; the cut has to see the whole stream.
     "optimize_ddp": False,
 }
@@ -56,13 +59,14 @@ def capture_count() -> int:
 
 
 def compile_region(
-    build: Callable[[fx.GraphModule], Callable[..., Any]], n_outputs: int, name: str
+    build: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]], n_outputs: int, name: str
 ) -> CompiledRegion:
     """Return a function that runs a layer's body in the form that `build` gives it.
 
     The function takes the layer, the class whose `forward` is the body, the incoming streams and the
     body's other arguments. It returns what the body returns, and the `n_outputs - 1` streams beside the
-    full one. `build` is called once a capture with the graph, its streams marked, and returns what runs.
+    full one. `build` is called once a capture with the graph, its streams marked, and fake inputs; it returns
+    what runs.
     """
 
     def region(
@@ -89,7 +93,7 @@ def compile_region(
         global _captures
         _captures += 1
         _require_flat(module)
-        return build(module)
+        return build(module, example_inputs)
 
     compiled = torch.compile(region, backend=backend, fullgraph=True, dynamic=True)
 
@@ -181,10 +185,9 @@ def _capture_error(layer: nn.Module, error: Exception) -> CaptureError:
     found = f"the layer cannot be captured as one graph: {reason}"
     hint = "rewrite the part named in the full message above so that torch.compile(fullgraph=True) accepts it"
     module = failed_module(layer, error)
-    if is_data_dependent(error):
-        found = "the layer cannot be captured as one graph: its code depends on values, as a loop over experts does"
-        hint = 'use experts without a loop: model.set_experts_implementation("grouped_mm") or "batched_mm"'
-    if module is not None:
+    if (known := cause(text)) is not None:
+        found, hint = known.found, known.hint
+    if module is not None and (known is None or is_data_dependent(error)):
         hint = (
             f"{hint};\nor have the module run as it is, declared before the transform:\n"
             f"import fxskip\nfxskip.leaf({type(module).__name__})"

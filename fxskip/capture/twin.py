@@ -6,15 +6,15 @@ once, whatever the model's size; the captured graphs are not run.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from fxskip.capture.region import compile_region, failed_module, is_data_dependent
+from fxskip.capture.sharding import copy_without_sharding, own_class
 from fxskip.errors import CaptureError
 from fxskip.leaves import (
     Leaf,
@@ -43,7 +43,7 @@ class LayerCapture:
 
 def layer_class(layer: nn.Module) -> type[nn.Module]:
     """The class whose forward is the layer's original body, also where the layer has been transformed."""
-    found: type[nn.Module] = getattr(type(layer), "fxskip_base", type(layer))
+    found: type[nn.Module] = getattr(type(layer), "fxskip_base", own_class(layer))
     return found
 
 
@@ -64,14 +64,19 @@ def meta_twin(model: Model) -> Model:
     """A copy of the model's structure with all tensors on the meta device; allocates no memory for them."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(
-            torch.empty_like(parameter, device="meta"), parameter.requires_grad
-        )
+        memo[id(parameter)] = nn.Parameter(_meta_like(parameter), parameter.requires_grad)
     for module in model.modules():
         for held in (*module.buffers(recurse=False), *vars(module).values()):
             if isinstance(held, Tensor):
-                memo.setdefault(id(held), torch.empty_like(held, device="meta"))
-    return copy.deepcopy(model, memo)
+                memo.setdefault(id(held), _meta_like(held))
+    return cast(Model, copy_without_sharding(model, memo))
+
+
+def _meta_like(tensor: Tensor) -> Tensor:
+    """An empty tensor of the same shape, a sharded one's whole, and dtype on the meta device."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return torch.empty_like(tensor, device="meta")
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def capture_chain(
@@ -114,7 +119,7 @@ class _Recorder:
         self._layers: list[nn.Module] = []
         self._region = compile_region(self._build, n_outputs=1, name="observed")
 
-    def _build(self, module: fx.GraphModule) -> Callable[..., Any]:
+    def _build(self, module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             self.graphs.append(module.graph)
             return _empty_results(module.graph, args)

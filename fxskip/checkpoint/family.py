@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -23,6 +25,7 @@ from transformers.conversion_mapping import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fxskip.capture.hf import layers_by_path
+from fxskip.capture.sharding import own_class, refuse_to_pickle, set_own_class
 from fxskip.checkpoint.atomic import replaced_directory
 from fxskip.checkpoint.auto_classes import auto_classes, known_types, language_model
 from fxskip.checkpoint.plain import plain_record
@@ -31,6 +34,7 @@ from fxskip.checkpoint.record import WiringRecord
 from fxskip.errors import CheckpointError
 from fxskip.runtime.decoder import keep_eager
 from fxskip.runtime.regions import install
+from fxskip.spec import load_spec
 
 PREFIX = "fxskip_"
 REMOTE_CODE = "modeling_fxskip.py"
@@ -119,6 +123,13 @@ class FxSkipModelMixin:
 
     def _require_loadable(self) -> None:
         """Refuse to save a class of one's own: the saved model would load as an instance of another class."""
+        if self.config.fxskip_base.model_type not in known_types():
+            raise CheckpointError(
+                "save_pretrained",
+                f"{self.fxskip_base.__name__} is no architecture of transformers: nothing could load it again",
+                hint="save the state_dict alone with safetensors; later build the model, transform it with the same "
+                "spec, and call load_state_dict",
+            )
         loaded = language_model(self.config.fxskip_base)
         if loaded is not self.fxskip_base:
             raise CheckpointError(
@@ -140,6 +151,21 @@ class FxSkipModelMixin:
             )
         return self.__call__  # type: ignore[operator]
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load weights; with `strict=False`, also in the form that files have, one tensor an expert.
+
+        A Trainer that resumes hands over what is in its checkpoint's file. transformers converts that form only in
+        `from_pretrained`, and would keep the experts as they are.
+        """
+        load = super().load_state_dict  # type: ignore[misc]
+        unknown = set(state_dict) - set(self.state_dict())  # type: ignore[attr-defined]
+        if not strict and any(_ONE_EXPERT.search(name) for name in unknown):
+            loaded = type(self).from_pretrained(None, config=self.config, state_dict=dict(state_dict))
+            state_dict = loaded.state_dict()
+        return load(state_dict, strict=strict, assign=assign)
+
     # transformers reads these two off the source text of a class's module, which for ours is this file. A wrong
     # answer would load the model with a loop over experts, which cannot be captured.
     @classmethod
@@ -151,8 +177,12 @@ class FxSkipModelMixin:
         return cls.fxskip_base._can_set_attn_implementation()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        refuse_to_pickle(cast(PreTrainedModel, self))
         return _bare_model, (self.fxskip_base, self.config_class.fxskip_base), vars(self).copy()
 
+
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+"""In the name of a tensor that holds one expert alone: how files of all supported types have them."""
 
 Model = TypeVar("Model", bound=nn.Module)
 Family = tuple[type[PreTrainedConfig], type[PreTrainedModel]]
@@ -193,8 +223,8 @@ def _make_family(base: type[PreTrainedModel], base_config: type[PreTrainedConfig
         (FxSkipModelMixin, base),
         {"config_class": config, "fxskip_base": base, "__module__": __name__},
     )
-    if base is language_model(base_config):
-        for auto_class in auto_classes(base_config):
+    for auto_class in auto_classes(base_config):
+        if base is language_model(base_config):
             auto_class.register(config, model, exist_ok=True)
     # transformers converts weights while loading (one tensor an expert on disk, one for all in memory) and looks
     # the conversion up by these two names. With the original's, the files have the original's keys.
@@ -204,16 +234,19 @@ def _make_family(base: type[PreTrainedModel], base_config: type[PreTrainedConfig
     return config, model
 
 
-def adopt(model: PreTrainedModel, record: WiringRecord) -> None:
-    """Turn `model` and its config, in place, into their rewired twins with the wiring of `record`."""
+def adopt(model: PreTrainedModel, record: WiringRecord, *, within: nn.Module | None = None) -> None:
+    """Turn `model` and its config, in place, into their rewired twins with the wiring of `record`.
+
+    within   what `model` is wrapped in, where that holds the config too
+    """
     config_class, model_class = family(base_class(model), type(model.config))
     shared, own = model.config, copy.copy(model.config)
     own.__class__ = config_class
     own.fxskip = record.to_dict()
-    for module in model.modules():  # another model may have been made from the same config object
-        if getattr(module, "config", None) is shared:
+    for module in (within or model).modules():  # another model may have been made from the same config object
+        if vars(module).get("config") is shared:
             module.config = own  # type: ignore[assignment]
-    model.__class__ = model_class
+    set_own_class(model, model_class)
     wire(model, record)
 
 
@@ -227,13 +260,13 @@ def wire(model: Any, record: WiringRecord) -> None:
             where="config.json",
             hint="restore config.json from a copy, or convert the original model again",
         )
-    install(layers, regions, record.leaves)
+    install(layers, regions, record.leaves, load_spec(record.spec).runtime)
     keep_eager(model.get_decoder())
 
 
 def base_class(model: Model) -> type[Model]:
     """The original class of a model, rewired or not."""
-    found: type[Model] = getattr(type(model), "fxskip_base", type(model))
+    found: type[Model] = getattr(type(model), "fxskip_base", None) or cast(Any, own_class(model))
     return found
 
 
@@ -301,6 +334,24 @@ def register_families() -> None:
     """Tell AutoConfig the rewired twins of all language models, without importing any of them."""
     for model_type in known_types():
         AutoConfig.register(PREFIX + model_type, FxSkipConfig, exist_ok=True)
+    PreTrainedConfig.from_json_file = classmethod(_from_json_file)  # type: ignore[assignment, method-assign]
+
+
+_read_json_file = PreTrainedConfig.from_json_file.__func__  # type: ignore[attr-defined]
+
+
+def _from_json_file(cls: type[PreTrainedConfig], json_file: str | PathLike[str]) -> PreTrainedConfig:
+    """`PreTrainedConfig.from_json_file`, of which the bare class reads the config of a rewired model too.
+
+    A Trainer that resumes reads the version in a checkpoint so. The bare class is of no architecture: no model can be
+    made from it, in the stock wiring or another.
+    """
+    if cls is PreTrainedConfig:
+        values = json.loads(Path(json_file).read_text(encoding="utf-8"))
+        if REFUSAL in (values.get("id2label") or {}):
+            return cls(**{name: value for name, value in values.items() if name != "id2label"})
+    config: PreTrainedConfig = _read_json_file(cls, json_file)
+    return config
 
 
 def text_part(config: PreTrainedConfig) -> str | None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from fxskip.checkpoint.record import WiringRecord
 from fxskip.runtime.regions import install
+from fxskip.spec import load_spec
 
 _ATTRIBUTE = "fxskip"
 
@@ -30,7 +31,8 @@ class PlainRecord:
 def adopt_plain(model: nn.Module, record: PlainRecord) -> None:
     """Install the wiring of `record` in the layers of `model`, in place, and keep the record on the model."""
     layers = {path: model.get_submodule(path) for path in record.layers}
-    install(layers, record.wiring.wiring(where=type(model).__name__).regions, record.wiring.leaves)
+    wiring, runtime = record.wiring.wiring(where=type(model).__name__), load_spec(record.wiring.spec).runtime
+    install(layers, wiring.regions, record.wiring.leaves, runtime)
     setattr(model, _ATTRIBUTE, record)
 
 

@@ -62,7 +62,7 @@ def coefficients(rest2, support2, cross, mass, TAIL: tl.constexpr):
 def take_support(
     z_ptr, stride_z, bias_ptr, ids_ptr, logp_ptr, counts_ptr, taken2_ptr, merged_ptr, sums_ptr,
     first_column, scale, softcap, per_temperature,
-    V: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
+    V: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_J: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_COUNTS: tl.constexpr,
 ):  # fmt: skip
     """One program a row. Writes taken2 [t, K], merged [t, K] (-1 where there is nothing to do) and sums [t, 3]:
@@ -84,11 +84,12 @@ def take_support(
         mass += tl.sum(p, 0)
         column = ids - first_column
         here = given & (column >= 0) & (column < V)
-        # Equal ids are one token: the first stands for all, with the sum of their probabilities.
+        # Equal ids are one token: the first stands for all, with the sum of their probabilities. Compared in narrow
+        # blocks, for registers; the loads of a row are as few as possible, for latency.
         merged = tl.zeros([BLOCK_K], tl.float32)
         earlier = tl.zeros([BLOCK_K], tl.int32)
-        for other_start in range(0, K, BLOCK_K):
-            j = other_start + tl.arange(0, BLOCK_K)
+        for other_start in range(0, K, BLOCK_J):
+            j = other_start + tl.arange(0, BLOCK_J)
             other_given = (j < count) & (j < K)
             others = tl.load(ids_ptr + row * K + j, mask=other_given, other=-1)
             other_p = tl.exp(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from fxskip.loss import sparse_kernels as kernels
@@ -22,12 +23,13 @@ KERNEL_TAILS = dict(
 
 @dataclass(frozen=True)
 class Tuning:
-    """Launch parameters: `block` columns a load of the row kernel, `support_block` entries of a teacher row."""
+    """Launch parameters: `block` columns a load of the row kernel; the support kernel compares each entry of a teacher
+    row with `support_block` others at a time."""
 
     block: int = 4096
     warps: int = 16
-    support_block: int = 32
-    support_warps: int = 2
+    support_block: int = 16
+    support_warps: int = 4
 
 
 @dataclass
@@ -57,7 +59,7 @@ class TritonRows:
         self.numbers = (head.scale, head.softcap or 1.0, 1.0 / head.temperature)
         self.flags = {"HAS_BIAS": head.bias_V is not None, "HAS_SOFTCAP": head.softcap is not None}
         width = target.teacher.ids.shape[1]
-        self.sizes = {"K": width, "BLOCK_K": self.tuning.support_block}
+        self.sizes = {"K": width, "BLOCK_K": min(128, max(16, triton.next_power_of_2(width)))}
 
     def begin(self, product_tV: Tensor, gradient_tV: Tensor | None, rows: Rows) -> Finish:
         chunk = self.take_support(product_tV, gradient_tV, rows)
@@ -99,8 +101,8 @@ class TritonRows:
         launch(kernels.take_support, tokens)(
             product_tV, product_tV.stride(0), self.bias_V, teacher.ids, teacher.logp, counts,
             chunk.taken2_tK, chunk.merged_tK, chunk.sums_t3, self.target.shard.first, *self.numbers,
-            V=columns, HAS_COUNTS=teacher.counts is not None, num_warps=self.tuning.support_warps,
-            **self.sizes, **self.flags,
+            V=columns, BLOCK_J=self.tuning.support_block, HAS_COUNTS=teacher.counts is not None,
+            num_warps=self.tuning.support_warps, **self.sizes, **self.flags,
         )  # fmt: skip
         return chunk
 

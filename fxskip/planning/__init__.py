@@ -5,12 +5,14 @@ from fxskip.planning.markup import document, element
 from fxskip.planning.page import page, wiring_section
 from fxskip.planning.picture import pictures
 from fxskip.planning.plan import Plan, PlannedBlock, make_plan
+from fxskip.planning.trainable import Trainable, trainable_parameters
 from fxskip.planning.window import LayerWindow, Window
 
 __all__ = [
     "LayerWindow",
     "Plan",
     "PlannedBlock",
+    "Trainable",
     "Window",
     "document",
     "element",
@@ -18,5 +20,6 @@ __all__ = [
     "make_plan",
     "page",
     "pictures",
+    "trainable_parameters",
     "wiring_section",
 ]

@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from fxskip.capture.sharding import own_class, refuse_to_pickle, set_own_class
+
 
 class EagerDecoder(nn.Module):
     """Mixin of the module that holds the decoder layers and makes their masks."""
@@ -20,13 +22,14 @@ class EagerDecoder(nn.Module):
     fxskip_base: ClassVar[type[nn.Module]]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        refuse_to_pickle(self)
         return _bare_decoder, (self.fxskip_base,), vars(self).copy()
 
 
 def keep_eager(decoder: nn.Module) -> None:
     """Have `decoder`, in place, run its forward as written when somebody compiles what is around it."""
     if not isinstance(decoder, EagerDecoder):
-        decoder.__class__ = _eager_class(type(decoder))
+        set_own_class(decoder, _eager_class(own_class(decoder)))
 
 
 _EAGER_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}

@@ -16,11 +16,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxskip.capture.region import CompiledRegion, Streams, compile_region
+from fxskip.capture.sharding import refuse_to_pickle, set_own_class
 from fxskip.capture.twin import layer_class, require_own_class_forward
 from fxskip.errors import CaptureError, PassError
 from fxskip.leaves import make_leaf, running
 from fxskip.pipeline import rewire
 from fxskip.runtime.layer_cache import layer_caches, on_device, uses_one_part
+from fxskip.runtime.lowering import lowered
+from fxskip.runtime.recompute import recomputed, recomputes
+from fxskip.spec import Runtime
 from fxskip.wiring import RegionWiring
 
 
@@ -35,6 +39,8 @@ class Region(nn.Module):
     fxskip_wiring: RegionWiring
     fxskip_layer: int
     fxskip_one_part: bool
+    fxskip_recompute: str
+    fxskip_lower: str
 
     # Inside somebody else's torch.compile (of a layer, or of a loop over layers), Dynamo would follow the call into
     # the original body. A graph break instead; fullgraph=True fails.
@@ -44,12 +50,11 @@ class Region(nn.Module):
         _refuse_reentrant_checkpointing(self.fxskip_wiring, self)
         streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         _require_streams(self, len(streams))
-        region = _compiled(self.fxskip_wiring)
-        alone = kwargs if self.fxskip_one_part else {}
-        own = kwargs | layer_caches(alone, self.fxskip_layer)
         try:
-            with running(self), on_device(alone, self.fxskip_layer, streams[0].device):
-                out, others = region(self, self.fxskip_base, streams, args, own)
+            if recomputes(self, self.fxskip_recompute):
+                out, others = recomputed(self.fxskip_recompute, self._run, streams, *args, **kwargs)
+            else:
+                out, others = self._run(streams, *args, **kwargs)
         except (CaptureError, PassError) as error:
             raise error.within(f"decoder layer {self.fxskip_layer}") from error.__cause__
         if not others:
@@ -58,24 +63,41 @@ class Region(nn.Module):
             return ((out[0], *others), *out[1:])
         return (out, *others)
 
+    def _run(self, streams: Streams, *args: Any, **kwargs: Any) -> tuple[Any, Streams]:
+        region = _compiled(self.fxskip_wiring, self.fxskip_lower)
+        alone = kwargs if self.fxskip_one_part else {}
+        own = kwargs | layer_caches(alone, self.fxskip_layer)
+        with running(self), on_device(alone, self.fxskip_layer, streams[0].device):
+            return region(self, self.fxskip_base, streams, args, own)
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        refuse_to_pickle(self)
         # The subclass exists in no module under its name; pickle and deepcopy make it again from the original class.
         return _bare_region, (self.fxskip_base,), vars(self).copy()
 
 
 def install(
-    layers: Mapping[str, nn.Module], wirings: Sequence[RegionWiring], leaves: Iterable[str] = ()
+    layers: Mapping[str, nn.Module],
+    wirings: Sequence[RegionWiring],
+    leaves: Iterable[str] = (),
+    runtime: Runtime | None = None,
 ) -> None:
-    """Turn each layer, by its path, in place into a region with its wiring, and the modules at `leaves` into leaves."""
+    """Turn each layer, by its path, in place into a region with its wiring, and the modules at `leaves` into leaves.
+
+    `runtime` says how the regions run.
+    """
+    runtime = runtime or Runtime()
     for index, ((path, layer), wiring) in enumerate(zip(layers.items(), wirings, strict=True)):
         require_own_class_forward(layer, index)
         for inner in leaves:
             if inner.startswith(f"{path}."):
                 make_leaf(layer, inner.removeprefix(f"{path}."))
-        layer.__class__ = region_class(layer_class(layer))
+        set_own_class(layer, region_class(layer_class(layer)))
         layer.fxskip_wiring = wiring  # type: ignore[assignment]
         layer.fxskip_layer = index  # type: ignore[assignment]
         layer.fxskip_one_part = uses_one_part(layer, index)  # type: ignore[assignment]
+        layer.fxskip_recompute = runtime.recompute  # type: ignore[assignment]
+        layer.fxskip_lower = runtime.lower  # type: ignore[assignment]
 
 
 _REGION_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
@@ -95,13 +117,14 @@ def _bare_region(base: type[nn.Module]) -> nn.Module:
 
 
 @cache
-def _compiled(wiring: RegionWiring) -> CompiledRegion:
+def _compiled(wiring: RegionWiring, lower: str) -> CompiledRegion:
     """The region function of a wiring: all layers of all models that are wired alike share its captures."""
-    return compile_region(partial(_build, wiring), len(wiring.outputs), wiring.digest())
+    return compile_region(partial(_build, wiring, lower), len(wiring.outputs), f"{wiring.digest()}_{lower}")
 
 
-def _build(wiring: RegionWiring, module: fx.GraphModule) -> Any:
-    return fx.GraphModule(module, rewire(module.graph, wiring)).forward
+def _build(wiring: RegionWiring, lower: str, module: fx.GraphModule, example_inputs: list[Any]) -> Any:
+    graph = rewire(module.graph, wiring, eager=lower == "none")
+    return lowered(lower, fx.GraphModule(module, graph), example_inputs)
 
 
 def _require_streams(layer: Region, found: int) -> None:

@@ -12,7 +12,7 @@ from fxskip.errors import CaptureError, PassError
 from fxskip.ir import remove_markers
 
 
-def as_captured(module: fx.GraphModule) -> Callable[..., Any]:
+def as_captured(module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
     return fx.GraphModule(module, remove_markers(module.graph)).forward
 
 
@@ -142,7 +142,7 @@ def test_an_error_of_the_layer_itself_is_the_cause(region: CompiledRegion) -> No
 
 
 def test_an_error_of_a_pass_arrives_as_it_is() -> None:
-    def refuse(module: fx.GraphModule) -> Callable[..., Any]:
+    def refuse(module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         raise PassError("somebody", "found something", hint="write something else")
 
     with pytest.raises(PassError) as caught:

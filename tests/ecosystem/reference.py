@@ -45,16 +45,18 @@ class Block:
     """Those whose outputs make up the routed addend alone."""
     norm: str = ""
     """The norm before `read` where several blocks share it."""
+    offset: str = ""
+    """A parameter that the layer adds to what the modules give: its negative is no write."""
     sees: bool = True
     """Whether the original code lets it see the write just before its own: there is nothing to leave out else."""
 
 
 # Names of modules in decoder layers of transformers, the first that a layer has is taken.
 _MIXERS = ("self_attn", "linear_attn", "self_attention", "mamba", "conv", "norm_attn_norm.attn")
-_MIXER_READERS = ("input_layernorm", "operator_norm", "norm_attn_norm.norm_1")
+_MIXER_READERS = ("attn_hc", "input_layernorm", "operator_norm", "norm_attn_norm.norm_1")
 _FEED_FORWARDS = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
 _FEED_FORWARD_READERS = (
-    "pre_feedforward_layernorm", "pre_mlp_layernorm", "pre_ff_layernorm", "ffn_norm", "norm_attn_norm.norm_2",
+    "ffn_hc", "pre_feedforward_layernorm", "pre_mlp_layernorm", "pre_ff_layernorm", "ffn_norm", "norm_attn_norm.norm_2",
     "post_attention_layernorm",
 )  # fmt: skip
 _EXPERTS = ("experts", "text_moe.experts", "up_embed")
@@ -82,9 +84,14 @@ def blocks_of(layer: nn.Module) -> tuple[Block, ...]:
             Block("attention", ("input_layernorm",), (mixer,)),
             Block("moe", (reader, f"{reader}_2", "router"), (feed_forward, "experts"), ("experts",)),
         )
+    offsets = [f"post_{name}_residual_scale.hidden_states_bias" for name in ("attention", "mlp")]
+    if not _has(layer, "post_mlp_residual_scale"):  # zaya
+        offsets = ["", ""]
     return (
-        Block("attention", (_first(layer, _MIXER_READERS) if normed else mixer,), (mixer,)),
-        Block("moe" if routed else "dense", (reader,), (feed_forward, *beside), routed),
+        Block(
+            "attention", (_first(layer, _MIXER_READERS) if normed else mixer,), (mixer,), offset=offsets[0]
+        ),
+        Block("moe" if routed else "dense", (reader,), (feed_forward, *beside), routed, offset=offsets[1]),
     )
 
 
@@ -114,7 +121,9 @@ def _parallel_blocks(layer: nn.Module) -> tuple[Block, ...]:
 
 
 def _experts_in(layer: nn.Module, feed_forward: str) -> tuple[str, ...]:
-    if _has(layer, f"{feed_forward}.output_linear"):  # jetmoe: no module of experts, and a bias that is theirs
+    if _has(
+        layer, f"{feed_forward}.output_linear"
+    ):  # jetmoe: no module of experts, and a bias that is theirs
         return (feed_forward,)
     names = [f"{feed_forward}.{name}" for name in _EXPERTS if _has(layer, f"{feed_forward}.{name}")]
     return tuple(names[:1])
@@ -191,9 +200,9 @@ def _forward(
     return output
 
 
-def _makers(block: Block, addend: str) -> tuple[str, ...]:
-    """The modules that make an addend of a block's write; none where the write has no such addend."""
-    return {"": (), "all": block.write, "routed": block.routed}[addend]
+def _makers(block: Block, addend: str) -> dict[str, str]:
+    """The modules that make an addend of a block's write, with its offset; none where it has no such addend."""
+    return dict.fromkeys({"": (), "all": block.write, "routed": block.routed}[addend], block.offset)
 
 
 def _stream(output: Any) -> Tensor:
@@ -204,9 +213,9 @@ def _stream(output: Any) -> Tensor:
 
 @contextmanager
 def _changed(
-    layer: nn.Module, *, reads: Mapping[str, Tensor], silent: tuple[str, ...] = (), watch: str = ""
+    layer: nn.Module, *, reads: Mapping[str, Tensor], silent: Mapping[str, str] | None = None, watch: str = ""
 ) -> Iterator[dict[str, Tensor]]:
-    """Within, the modules in `reads` get these inputs and those in `silent` return zeros.
+    """Within, the modules in `reads` get these inputs, and those in `silent` return zeros less the named offset.
 
     Yields a dictionary that receives the input of the module `watch`.
     """
@@ -220,18 +229,21 @@ def _changed(
     def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen[watch] = args[0] if args else kwargs["hidden_states"]
 
-    def silence(_: nn.Module, __: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (torch.zeros_like(output[0]), *output[1:])
-        return torch.zeros_like(output)
+    def silence(offset: str, _: nn.Module, __: Any, output: Any) -> Any:
+        first, rest = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
+        nothing = torch.zeros_like(first)
+        if offset:
+            nothing = nothing - layer.get_parameter(offset)
+        return nothing if rest is None else (nothing, *rest)
 
     with ExitStack() as hooks:
         if watch:
             hooks.enter_context(_removed(_hook(layer, watch, record)))
         for name, value in reads.items():
             hooks.enter_context(_removed(_hook(layer, name, functools.partial(put, value))))
-        for name in silent:
-            hooks.enter_context(_removed(layer.get_submodule(name).register_forward_hook(silence)))
+        for name, offset in (silent or {}).items():
+            hook = functools.partial(silence, offset)
+            hooks.enter_context(_removed(layer.get_submodule(name).register_forward_hook(hook)))
         yield seen
     missing = [watch] if watch and watch not in seen else []
     assert not missing, f"{missing} did not run"

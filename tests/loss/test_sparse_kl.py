@@ -148,6 +148,15 @@ def test_equal_ids_are_one_token(tail, implementation):
     assert_close(case.outcome(tail=tail, implementation=implementation), case.expected(tail))
 
 
+@BY_TAIL
+@IMPLEMENTATIONS
+def test_more_entries_than_a_block_of_the_kernels(tail, implementation):
+    case = Sparse(tokens=3, vocabulary=200, entries=150)
+    case.ids[:, 140:] = case.ids[:, :10]  # equal ids in two blocks
+    case.logp -= 1.0
+    assert_close(case.outcome(tail=tail, implementation=implementation), case.expected(tail))
+
+
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 def test_small_storage_types_of_the_teacher(implementation, dtype):

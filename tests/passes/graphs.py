@@ -81,7 +81,7 @@ def capture(layer: nn.Module | Body, *, inputs: int = 1, outputs: int = 1, **arg
         torch._dynamo.mark_static(tensor)  # no placeholders for sizes
     graphs: list[fx.Graph] = []
 
-    def grab(captured: fx.GraphModule) -> Callable[..., Any]:
+    def grab(captured: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         graphs.append(captured.graph)
         return fx.GraphModule(captured, remove_markers(captured.graph)).forward
 

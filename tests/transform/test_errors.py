@@ -101,7 +101,7 @@ def test_a_model_that_is_already_transformed() -> None:
         ({"parallel": {"expert": {"size": 8, "exchange": "all_to_all"}}}, "parallel.expert.size: 8"),
         ({"schedule": {"overlap": "full"}}, "schedule.overlap: full"),
         ({"runtime": {"mode": "eager_wait"}}, "runtime.mode: eager_wait"),
-        ({"runtime": {"recompute": "layer"}}, "runtime.recompute: layer"),
+        ({"runtime": {"transport": "nccl"}}, "runtime.transport: nccl"),
     ],
 )
 def test_a_setting_whose_stage_does_not_exist_yet_is_not_ignored(fields: Spec, named: str) -> None:
