@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -49,6 +50,13 @@ class Row:
         if self.farskip == "exact":
             return "exact"
         return "whole writes" if self.farskip.startswith("refused") else "failed"
+
+
+def be_quiet() -> None:
+    """What a process that only assesses needs: one thread, and no messages of transformers."""
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
 
 
 def assess(model_type: str) -> Row:
