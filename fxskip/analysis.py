@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
 from fxskip.capture import hf, plain
@@ -17,11 +18,14 @@ from fxskip.checkpoint.family import adopt, base_class, record_of
 from fxskip.checkpoint.plain import PlainRecord, adopt_plain, plain_record
 from fxskip.checkpoint.record import WiringRecord
 from fxskip.errors import CaptureError, PassError
-from fxskip.ir import with_streams
+from fxskip.ir import is_leaf, leaf_path, value, with_streams
 from fxskip.passes.sub_blocks import sub_blocks
 from fxskip.pipeline import analyse, rewire
 from fxskip.planning import Plan, make_plan
-from fxskip.schedule.costs import Costs, block_costs
+from fxskip.planning.deployment import Wishes
+from fxskip.schedule.attention_span import attended, attended_in
+from fxskip.schedule.costs import CONTEXT, Costs, ModelCosts, graph_costs
+from fxskip.schedule.parts import Held
 from fxskip.spec import Spec, load_spec
 from fxskip.wiring import ModelWiring, SubBlock, connect
 
@@ -33,12 +37,16 @@ class Analysis:
     model: str
     layers: tuple[LayerCapture, ...]
     blocks: tuple[SubBlock, ...]
-    costs: tuple[Costs, ...]
+    costs: ModelCosts
     inputs: tuple[Any, ...] | None
 
     @classmethod
-    def of_original(cls, who: str, model: object, example_inputs: tuple[Any, ...] | None) -> Analysis:
+    def of_original(
+        cls, who: str, model: object, example_inputs: tuple[Any, ...] | None, context: int = CONTEXT
+    ) -> Analysis:
         """Capture and analyse a model that is not rewired yet; `who` is the call that errors name.
+
+        `context` is the number of tokens of a sequence for which costs are counted.
 
         Raises CaptureError for what is no model or cannot be captured, PassError for what cannot be rewired.
         """
@@ -50,7 +58,7 @@ class Analysis:
                     f"{type(module).__name__} is a model of transformers: fxskip knows how to call it",
                     hint="leave example_inputs= out; they are for models that are not from transformers",
                 )
-            return cls._of(who, module, hf.capture_layers(module), None)
+            return cls._of(who, module, hf.capture_layers(module), None, context)
         if example_inputs is None:
             raise CaptureError(
                 who,
@@ -59,7 +67,7 @@ class Analysis:
                 hint=f"say what it is called with: fxskip.{who}(model, spec, example_inputs=(ids,))",
             )
         inputs = plain.without_values(example_inputs)
-        return cls._of(who, module, plain.capture_layers(module, inputs), inputs)
+        return cls._of(who, module, plain.capture_layers(module, inputs), inputs, context)
 
     @classmethod
     def of_student(cls, who: str, student: nn.Module) -> Analysis:
@@ -72,7 +80,12 @@ class Analysis:
 
     @classmethod
     def _of(
-        cls, who: str, model: nn.Module, captured: Sequence[LayerCapture], inputs: tuple[Any, ...] | None
+        cls,
+        who: str,
+        model: nn.Module,
+        captured: Sequence[LayerCapture],
+        inputs: tuple[Any, ...] | None,
+        context: int = CONTEXT,
     ) -> Analysis:
         name = base_class(model).__name__
         analysed: dict[int, fx.Graph] = {}
@@ -82,20 +95,18 @@ class Analysis:
                     analysed[id(layer.graph)] = analyse(layer.graph)
                 except PassError as error:
                     raise error.within(f"{name}, {layer.path}") from None
-        bytes_per_element = next(p.dtype.itemsize for p in model.parameters() if p.is_floating_point())
         blocks: list[SubBlock] = []
         costs: list[Costs] = []
         for index, layer in enumerate(captured):
             graph = analysed[id(layer.graph)]
-            found = sub_blocks(graph, layer=index, layer_path=layer.path)
-            blocks += found
-            sizes = {path: _size(model.get_submodule(f"{layer.path}.{path}")) for path in layer.leaves}
-            costs += [
-                block_costs(graph, i, bytes_per_element=bytes_per_element, leaf_parameters=sizes)
-                for i in range(1, len(found) + 1)
-            ]
+            blocks += sub_blocks(graph, layer=index, layer_path=layer.path)
+            keys = attended(context)
+            if isinstance(model, PreTrainedModel):
+                keys = attended_in(model.config.get_text_config(), index, context)
+            costs += graph_costs(graph, keys=keys, held=_held(model.get_submodule(layer.path)))
         require_experts(who, name, blocks)
-        return cls(name, tuple(captured), tuple(blocks), tuple(costs), inputs)
+        paths = [layer.path for layer in captured]
+        return cls(name, tuple(captured), tuple(blocks), _model_costs(model, paths, costs), inputs)
 
     def connect(self, spec: Spec) -> ModelWiring:
         """What the spec means for the model."""
@@ -109,9 +120,9 @@ class Analysis:
         if self.inputs is not None and any(len(region.outputs) > 1 for region in wiring.regions):
             plain.require_streams_pass(model, self.inputs, self.layers)
 
-    def plan(self, spec: Spec, wiring: ModelWiring) -> Plan:
-        """The wiring as a table."""
-        return make_plan(self.model, spec.name or "an unnamed spec", wiring, self.blocks, self.costs)
+    def plan(self, spec: Spec, wiring: ModelWiring, wishes: Wishes) -> Plan:
+        """The wiring as a table, with estimates."""
+        return make_plan(self.model, spec, wiring, self.blocks, self.costs, wishes)
 
     def install(self, student: nn.Module, spec: Spec, wiring: ModelWiring) -> None:
         """Rewire `student`, the analysed model or a copy, in place."""
@@ -152,8 +163,37 @@ def _require_original(who: str, model: object) -> nn.Module:
     return model
 
 
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+def _held(layer: nn.Module) -> Held:
+    """Where a captured layer's parameters are: placeholders, and in the modules that are leaves."""
+
+    def held(node: fx.Node) -> dict[Hashable, Tensor]:
+        if is_leaf(node):
+            return {id(p): p for p in layer.get_submodule(leaf_path(node)).parameters()}
+        is_parameter = node.op == "placeholder" and isinstance(value(node), nn.Parameter)
+        return {node: value(node)} if is_parameter else {}
+
+    return held
+
+
+def _model_costs(model: nn.Module, paths: Sequence[str], costs: Sequence[Costs]) -> ModelCosts:
+    sizes = {id(p): p.numel() for p in model.parameters()}
+    layers = [p for path in paths for p in model.get_submodule(path).parameters()]
+    are_shared = len(layers) > len({id(p) for p in layers})
+    outside = None if are_shared else sum(sizes.values()) - sum(c.parameters for c in costs)
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    return ModelCosts(
+        tuple(costs),
+        dtype_of(model),
+        sum(sizes.values()),
+        outside,
+        sum(p.numel() for p in head.parameters()) if head is not None else None,
+    )
+
+
+def dtype_of(model: nn.Module) -> str:
+    """The type of a model's parameters, of the first that has floating point; the default type where none has."""
+    found = (p.dtype for p in model.parameters() if p.is_floating_point())
+    return str(next(found, torch.get_default_dtype())).removeprefix("torch.")
 
 
 def require_experts(who: str, model: str, blocks: Sequence[SubBlock]) -> None:

@@ -22,7 +22,11 @@ from fxskip.checkpoint.program import program_record
 from fxskip.checkpoint.record import WiringRecord
 from fxskip.errors import CheckpointError, PassError
 from fxskip.planning import Plan, Trainable, trainable_parameters
+from fxskip.planning.deployment import DEFAULT_HARDWARE, TOKENS, Wishes
 from fxskip.program_analysis import ProgramAnalysis, explain_program
+from fxskip.schedule.costs import CONTEXT
+from fxskip.schedule.hardware import Hardware, MatrixType, load_hardware
+from fxskip.schedule.roofline import CopiesPer
 from fxskip.spec import Spec, load_spec
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -80,21 +84,47 @@ def transform(
 
 
 def plan(
-    model: nn.Module | PreTrainedConfig, spec: SpecSource, *, example_inputs: tuple[Any, ...] | None = None
+    model: nn.Module | PreTrainedConfig,
+    spec: SpecSource,
+    *,
+    example_inputs: tuple[Any, ...] | None = None,
+    hardware: str | PathLike[str] | Hardware = DEFAULT_HARDWARE,
+    tokens_per_rank: int = TOKENS,
+    context_tokens: int = CONTEXT,
+    expert_size: int | None = None,
+    tensor_size: int | None = None,
+    dtype: MatrixType | None = None,
+    copies_per: CopiesPer = "expert",
 ) -> Plan:
-    """Say what `transform` would do, without doing it. No weights are made or read.
+    """Say what `transform` would do, without doing it, and estimate what that is worth on given hardware.
 
-    Of a model of transformers the config is enough; any other needs `example_inputs`, as in `transform`, and may lie
-    on the meta device. Raises what `transform` raises for the spec and the architecture; stages that do not exist
-    yet are no error.
+    Args:
+        model: a model, or a config of transformers alone: no weights are made or read, and no GPU is used.
+        spec: as in `transform`. Stages that do not exist yet are no error here.
+        example_inputs: as in `transform`: for models that are not from transformers.
+        hardware: h200, mi300x, b200, or the path of such a file; see docs/plan.md.
+        tokens_per_rank: tokens of one rank in one forward pass.
+        context_tokens: tokens of one sequence; a query attends to half of them on average.
+        expert_size: ranks that the routed experts are spread over. By default that of the spec's `parallel`; where
+            the spec has none, one domain of the hardware (8 GPUs), and the plan says so.
+        tensor_size: ranks that attention, dense MLPs and shared experts are cut over; by default the spec's, or 1.
+        dtype: type of weights, activations and what travels; by default the model's, bfloat16 for a config.
+        copies_per: whether a token crosses the network for each "expert" (a plain all-to-all) or once for each other
+            "domain" that holds some of its experts, which passes it on (as DeepEP does).
+
+    What the graphs do not show (the inside of a leaf, the scan of a mixer) is None in the plan, and "unknown" in its
+    text. Raises what `transform` raises for the spec and the architecture, and SpecError for hardware and sizes.
     """
     loaded = load_spec(spec)
+    wishes = Wishes(
+        load_hardware(hardware), tokens_per_rank, context_tokens, expert_size, tensor_size, dtype, copies_per
+    )
     if is_program(model):
-        program = ProgramAnalysis.of("plan", as_module(model), example_inputs)
-        return program.plan(loaded, program.connect(loaded))
+        program = ProgramAnalysis.of("plan", as_module(model), example_inputs, context_tokens)
+        return program.plan(loaded, program.connect(loaded), wishes)
     module = _without_weights(model) if isinstance(model, PreTrainedConfig) else inner_model(model)
-    analysis = Analysis.of_original("plan", module, example_inputs)
-    return analysis.plan(loaded, analysis.connect(loaded))
+    analysis = Analysis.of_original("plan", module, example_inputs, context_tokens)
+    return analysis.plan(loaded, analysis.connect(loaded), wishes)
 
 
 def explain(student: nn.Module) -> Plan:
@@ -104,8 +134,9 @@ def explain(student: nn.Module) -> Plan:
     """
     student = inner_model(student)
     record = _require_record("explain", student)
+    wishes = Wishes(load_hardware(DEFAULT_HARDWARE))
     if (program := program_record(student)) is not None:
-        return explain_program(student, program)
+        return explain_program(student, program, wishes)
     analysis = Analysis.of_student("explain", student)
     spec = load_spec(record.spec)
     wiring = analysis.connect(spec)
@@ -118,7 +149,7 @@ def explain(student: nn.Module) -> Plan:
             where=type(student).__name__,
             hint="a layer or the config was replaced after the transform; transform the original model again",
         )
-    return analysis.plan(spec, wiring)
+    return analysis.plan(spec, wiring, wishes)
 
 
 def trainable(student: nn.Module) -> Trainable:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from fxskip.analysis import require_experts, require_not_rewired
+from fxskip.analysis import dtype_of, require_experts, require_not_rewired
 from fxskip.capture.plain import without_values
 from fxskip.capture.program import (
     ProgramCapture,
     block_paths,
     capture_program,
     layer_numbers,
-    parameters_of,
     with_graph,
 )
 from fxskip.checkpoint.program import ProgramRecord, keep_record, operations
@@ -23,7 +23,10 @@ from fxskip.errors import CaptureError, CheckpointError, PassError
 from fxskip.passes.sub_blocks import sub_blocks
 from fxskip.pipeline import analyse, rewire
 from fxskip.planning import Plan, make_plan
-from fxskip.schedule.costs import Costs, block_costs
+from fxskip.planning.deployment import Wishes
+from fxskip.schedule.attention_span import attended
+from fxskip.schedule.costs import CONTEXT, ModelCosts, graph_costs
+from fxskip.schedule.parts import Held
 from fxskip.spec import Spec, load_spec
 from fxskip.wiring import ModelWiring, SubBlock, as_one_region, connect
 
@@ -36,10 +39,16 @@ class ProgramAnalysis:
     graph: fx.Graph
     """The program's graph, analysed."""
     blocks: tuple[SubBlock, ...]
-    costs: tuple[Costs, ...]
+    costs: ModelCosts
 
     @classmethod
-    def of(cls, who: str, module: fx.GraphModule, example_inputs: tuple[Any, ...] | None) -> ProgramAnalysis:
+    def of(
+        cls,
+        who: str,
+        module: fx.GraphModule,
+        example_inputs: tuple[Any, ...] | None,
+        context: int = CONTEXT,
+    ) -> ProgramAnalysis:
         """Analyse a program that is not rewired yet; `who` is the call that errors name."""
         if example_inputs is None:
             raise CaptureError(
@@ -58,24 +67,23 @@ class ProgramAnalysis:
             for block, layer, path in zip(found, layers, paths, strict=True)
         )
         require_experts(who, type(module).__name__, blocks)
-        size = next((p.dtype.itemsize for p in module.parameters() if p.is_floating_point()), 4)
-        costs = tuple(
-            replace(
-                block_costs(graph, number, bytes_per_element=size, leaf_parameters={}),
-                parameters=parameters_of(module, graph, number),
-            )
-            for number in range(1, len(blocks) + 1)
-        )
-        return cls(program, graph, blocks, costs)
+        costs = graph_costs(graph, keys=attended(context), held=_held(module))
+        whole = sum(p.numel() for p in module.parameters())
+        outside = whole - sum(c.parameters for c in costs)
+        return cls(program, graph, blocks, ModelCosts(costs, dtype_of(module), whole, outside, head=None))
+
+    @property
+    def name(self) -> str:
+        """Of the program's class."""
+        return type(self.program.module).__name__
 
     def connect(self, spec: Spec) -> ModelWiring:
         """What the spec means for the program."""
         return connect(spec, self.blocks)
 
-    def plan(self, spec: Spec, wiring: ModelWiring) -> Plan:
-        """The wiring as a table."""
-        name = type(self.program.module).__name__
-        return make_plan(name, spec.name or "an unnamed spec", wiring, self.blocks, self.costs)
+    def plan(self, spec: Spec, wiring: ModelWiring, wishes: Wishes) -> Plan:
+        """The wiring as a table, with estimates."""
+        return make_plan(self.name, spec, wiring, self.blocks, self.costs, wishes)
 
     def rewired(self, spec: Spec, wiring: ModelWiring, *, inplace: bool) -> fx.GraphModule:
         """The program, or a copy, with the rewired graph and its record."""
@@ -89,11 +97,24 @@ class ProgramAnalysis:
         graph = rewire(self.program.graph, as_one_region(wiring))
         student = with_graph(self.program.module, graph, inplace=inplace)
         record = WiringRecord.of(spec, self.blocks, wiring, ())
-        keep_record(student, ProgramRecord(record, self.costs, operations(student)))
+        keep_record(student, ProgramRecord(self.name, record, self.costs, operations(student)))
         return student
 
 
-def explain_program(student: nn.Module, record: ProgramRecord) -> Plan:
+def _held(module: fx.GraphModule) -> Held:
+    """Where a program's parameters are: attributes that it reads, and in the modules that it calls."""
+    own = dict(module.named_parameters(remove_duplicate=False))
+
+    def held(node: fx.Node) -> dict[Hashable, Tensor]:
+        if node.op == "call_module":
+            return {id(p): p for p in module.get_submodule(str(node.target)).parameters()}
+        found = own.get(str(node.target)) if node.op == "get_attr" else None
+        return {} if found is None else {id(found): found}
+
+    return held
+
+
+def explain_program(student: nn.Module, record: ProgramRecord, wishes: Wishes) -> Plan:
     """What was done to a rewired program. Raises CheckpointError where its graph changed afterwards."""
     program = cast(fx.GraphModule, student)
     if operations(program) != record.operations:
@@ -104,5 +125,4 @@ def explain_program(student: nn.Module, record: ProgramRecord) -> Plan:
             hint="something changed its graph after the transform; transform the original program again",
         )
     spec, wiring = load_spec(record.wiring.spec), record.wiring.wiring(where="the program's record")
-    name = type(program).__name__
-    return make_plan(name, spec.name or "an unnamed spec", wiring, record.wiring.blocks, record.costs)
+    return make_plan(record.model, spec, wiring, record.wiring.blocks, record.costs, wishes)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, export, fx, nn
+from torch import Tensor, export, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -155,21 +155,6 @@ def layer_numbers(paths: Sequence[str], kinds: Sequence[str]) -> list[int]:
         current += kind in ("attention", "mixer") or current < 0
         numbers.append(current)
     return numbers
-
-
-def parameters_of(module: nn.Module, graph: fx.Graph, write: int) -> int:
-    """Elements of the parameters that a sub-block uses, by attribute or in the modules that it calls."""
-    names: dict[str, Mapping[str, Tensor]] = {}
-    own = dict(module.named_parameters())
-    for node in block_nodes(graph, write):
-        if node.op == "call_module":
-            names[str(node.target)] = dict(module.get_submodule(str(node.target)).named_parameters())
-        for operand in node.all_input_nodes:
-            for source in (operand, *operand.all_input_nodes):  # through a cast or a transposition
-                if source.op == "get_attr" and source.target in own:
-                    names[str(source.target)] = {"": own[str(source.target)]}
-    held = {id(p): p.numel() for found in names.values() for p in found.values()}
-    return sum(held.values())
 
 
 def with_graph(module: fx.GraphModule, graph: fx.Graph, *, inplace: bool) -> fx.GraphModule:

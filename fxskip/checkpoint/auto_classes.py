@@ -43,7 +43,9 @@ def language_model(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel
 
 
 def auto_classes(config_class: type[PreTrainedConfig]) -> tuple[Any, ...]:
-    """The Auto classes that make `language_model(config_class)`."""
+    """The Auto classes that make `language_model(config_class)`; none for a class that they do not know."""
+    if all(config_class not in mapping for mapping in _mappings().values()):
+        return ()
     model = language_model(config_class)
     return tuple(
         _AUTO_CLASSES[head]

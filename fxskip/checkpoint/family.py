@@ -123,6 +123,13 @@ class FxSkipModelMixin:
 
     def _require_loadable(self) -> None:
         """Refuse to save a class of one's own: the saved model would load as an instance of another class."""
+        if self.config.fxskip_base.model_type not in known_types():
+            raise CheckpointError(
+                "save_pretrained",
+                f"{self.fxskip_base.__name__} is no architecture of transformers: nothing could load it again",
+                hint="save the state_dict alone with safetensors; later build the model, transform it with the same "
+                "spec, and call load_state_dict",
+            )
         loaded = language_model(self.config.fxskip_base)
         if loaded is not self.fxskip_base:
             raise CheckpointError(
@@ -216,8 +223,8 @@ def _make_family(base: type[PreTrainedModel], base_config: type[PreTrainedConfig
         (FxSkipModelMixin, base),
         {"config_class": config, "fxskip_base": base, "__module__": __name__},
     )
-    if base is language_model(base_config):
-        for auto_class in auto_classes(base_config):
+    for auto_class in auto_classes(base_config):
+        if base is language_model(base_config):
             auto_class.register(config, model, exist_ok=True)
     # transformers converts weights while loading (one tensor an expert on disk, one for all in memory) and looks
     # the conversion up by these two names. With the original's, the files have the original's keys.

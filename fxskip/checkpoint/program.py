@@ -8,7 +8,7 @@ from torch import fx
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
 from fxskip.checkpoint.record import WiringRecord
-from fxskip.schedule.costs import Costs
+from fxskip.schedule.costs import ModelCosts
 
 _KEY = "fxskip"
 
@@ -17,8 +17,10 @@ _KEY = "fxskip"
 class ProgramRecord:
     """Plain data: what `explain` shows of a program, whose original graph is gone."""
 
+    model: str
+    """Name of the original program's class."""
     wiring: WiringRecord
-    costs: tuple[Costs, ...]
+    costs: ModelCosts
     operations: tuple[str, ...]
     """The program's operations in order, as it was rewired; see `operations`."""
 

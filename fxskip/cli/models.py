@@ -23,8 +23,8 @@ _STORED = {
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """The config of a saved model; CheckpointError where there is none that transformers can read."""
-    if not (folder / "config.json").is_file():
+    """The config of a saved model, or in a file; CheckpointError where there is none that transformers can read."""
+    if not folder.is_file() and not (folder / "config.json").is_file():
         raise CheckpointError(str(folder), "holds no config.json", hint="name the folder of a saved model")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, **_LOCAL)

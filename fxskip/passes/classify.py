@@ -66,11 +66,16 @@ def kind_of(nodes: list[fx.Node]) -> str:
         return "attention"
     if routing:
         return "moe"
-    if any(part in op_name(n) for n in nodes for part in _SEQUENCE_MIXING):
+    if any(map(mixes_the_sequence, nodes)):
         return "mixer"
     _require_no_leaf(nodes)
     _require_known(nodes)
     return "dense"
+
+
+def mixes_the_sequence(node: fx.Node) -> bool:
+    """Whether the operation is one that recurrences over the sequence have, and attention has not."""
+    return any(part in op_name(node) for part in _SEQUENCE_MIXING)
 
 
 def _require_no_leaf(nodes: list[fx.Node]) -> None:

@@ -4,10 +4,12 @@ from fxskip.planning.legend import legend
 from fxskip.planning.markup import document, element
 from fxskip.planning.page import page, wiring_section
 from fxskip.planning.picture import pictures
-from fxskip.planning.plan import Plan, PlannedBlock, Window, make_plan
+from fxskip.planning.plan import Plan, PlannedBlock, make_plan
 from fxskip.planning.trainable import Trainable, trainable_parameters
+from fxskip.planning.window import LayerWindow, Window
 
 __all__ = [
+    "LayerWindow",
     "Plan",
     "PlannedBlock",
     "Trainable",

@@ -56,12 +56,15 @@ def _saved(found: Fold) -> int:
 
 
 def _wirings(plan: Plan) -> list[tuple[Hashable, ...]]:
-    """One value a layer, equal for layers whose drawings are equal."""
+    """One value a layer, equal for layers whose drawings and rows are equal."""
     layers: dict[int, list[Hashable]] = {}
     for block in plan.blocks:
         windows = len(block.window.dispatch_under), len(block.window.combine_under)
-        drawing = (block.kind, block.adds, block.without, block.refused is None, windows)
+        drawing = (block.kind, block.adds, block.without, block.refused is None, windows, block.costs)
         layers.setdefault(block.layer, []).append(drawing)
+    for row in plan.layers:
+        exposures = (row.exposed_before_us, row.exposed_after_us)
+        layers[row.layer].append(tuple(None if us is None else round(us, 1) for us in exposures))
     return [tuple(layer) for layer in layers.values()]
 
 

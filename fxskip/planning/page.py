@@ -8,9 +8,34 @@ from collections.abc import Iterator, Sequence
 from fxskip.planning.legend import SIGNS, TERMS, legend
 from fxskip.planning.markup import document, element
 from fxskip.planning.picture import pictures
-from fxskip.planning.plan import Plan, PlannedBlock, total
-from fxskip.planning.words import kind, mflop, short_path, span, unseen
-from fxskip.schedule.costs import CONTEXT
+from fxskip.planning.plan import Plan, PlannedBlock
+from fxskip.planning.words import (
+    deployed,
+    kind,
+    mflop,
+    milliseconds,
+    short,
+    short_path,
+    span,
+    unseen,
+    verdict,
+    whole,
+)
+from fxskip.schedule.sizes import total
+
+_COLUMNS = (
+    "Layer",
+    "Sub-block",
+    "Reads",
+    "Can run beside its communication",
+    "Parameters",
+    "MFLOP a token",
+    "Weights",
+    "Activations",
+    "Estimated us",
+)
+_NUMBERS = 5
+"""Columns of numbers, which are the last ones."""
 
 
 def page(plan: Plan) -> str:
@@ -22,12 +47,13 @@ def page(plan: Plan) -> str:
         element(
             "p",
             "What the spec changes in the wiring of the residual stream, and what can run while data travels between "
-            "processes. Read off the model's graph; nothing was timed or trained.",
+            "processes. Read off the model's graph; times are estimated, nothing was timed or trained.",
             class_="lead",
         ),
         _headline(plan),
         _in_words(plan),
         wiring_section(plan),
+        *_window(plan),
         *_refused(plan),
         _table(plan),
         element("section", element("h2", "Terms"), legend(TERMS)),
@@ -55,8 +81,10 @@ def _headline(plan: Plan) -> ET.Element:
     experts = [block for block in plan.blocks if block.kind == "moe"]
     dispatches = sum(bool(block.window.dispatch_under) for block in experts)
     combines = sum(bool(block.window.combine_under) for block in experts)
-    parameters = sum(block.costs.parameters for block in plan.blocks)
-    exchange = total(block.costs.exchange_bytes_per_token for block in experts)
+    copies = [
+        None if (k := b.costs.experts_per_token) is None else k * b.costs.hidden_size * plan.deployment.bytes
+        for b in experts
+    ]
     streams = "stream" if plan.streams == 1 else "streams"
     beside = "experts that other sub-blocks can run beside"
     return element(
@@ -65,11 +93,9 @@ def _headline(plan: Plan) -> ET.Element:
         _figure(f"{dispatches} of {len(experts)}", f"dispatches to {beside}"),
         _figure(f"{combines} of {len(experts)}", f"combines from {beside}"),
         _figure(str(plan.streams), f"{streams} between layers (the original has 1)"),
-        _figure(
-            "unknown" if exchange is None else _short(exchange, "B"),
-            "a token sends to experts in one forward pass, and gets back",
-        ),
-        _figure(_short(parameters, ""), "parameters in sub-blocks; none is added or removed"),
+        _figure(short(total(copies), "B"), "a token sends to experts in one forward pass, and gets back"),
+        _figure(short(plan.parameters, "", 4), "parameters; none is added or removed"),
+        _figure(short(plan.active_parameters, "", 4), "of them meet a token (embedding table not counted)"),
         class_="headline",
     )
 
@@ -111,13 +137,13 @@ def _refused(plan: Plan) -> Iterator[ET.Element]:
 
 
 def _table(plan: Plan) -> ET.Element:
-    names = ("Layer", "Sub-block", "Reads", "Can run beside its communication", "Parameters", "MFLOP a token")
+    names = _COLUMNS
     rows = [_row(plan, number, names) for number in range(len(plan.blocks))]
     heads = [element("th", name, scope="col") for name in names]
-    for head in heads[-2:]:
+    for head in heads[-_NUMBERS:]:
         head.set("class", "number")
-    context = f"attention at {CONTEXT:,} tokens of causal context"
-    caption = element("caption", f"FLOPs are counted from shapes, forward only, {context}.")
+    context = f"attention at {plan.deployment.context:,} tokens of causal context"
+    caption = element("caption", _counted(plan, context))
     table = element("table", caption, element("thead", element("tr", *heads)), element("tbody", *rows))
     return element("section", element("h2", "Sub-blocks"), table)
 
@@ -132,25 +158,57 @@ def _row(plan: Plan, number: int, names: Sequence[str]) -> ET.Element:
         element("td", reads, *why),
         element("td", *_beside(block)),
         element("td", f"{block.costs.parameters:,}", class_="number"),
-        element("td", mflop(block.costs.flops_per_token), class_="number"),
+        element("td", mflop(block.costs), class_="number"),
+        element("td", short(block.weight_bytes, "B"), class_="number"),
+        element("td", short(block.activation_bytes, "B"), class_="number"),
+        element("td", whole(block.est_us, ","), class_="number"),
     )
     for name, cell in zip(names, cells, strict=True):
         cell.set("data-name", name)  # shown before the cell on a narrow screen
     return element("tr", *cells, data_block=block.path)
 
 
+def _counted(plan: Plan, context: str) -> str:
+    return (
+        f"FLOPs are counted from shapes, forward only, {context}. Weights and activations are the bytes that one rank "
+        f"reads and writes; times are estimated from them for {deployed(plan.deployment)}."
+    )
+
+
+def _window(plan: Plan) -> Iterator[ET.Element]:
+    """Equation (9) of each layer, where tokens are exchanged."""
+    if not plan.layers:
+        return
+    names = ("Layer", "Exchange", "Room", "Verdict", "Exposed before", "Exposed after")
+    rows = []
+    for row in plan.layers:
+        numbers = (row.exchange_us, row.room_us, row.exposed_before_us, row.exposed_after_us)
+        left, right, before, after = (whole(us, ",") for us in numbers)
+        texts = (str(row.layer), left, right, verdict(row), before, after)
+        cells = [element("td", t, data_name=n) for n, t in zip(names, texts, strict=True)]
+        for index in (1, 2, 4, 5):
+            cells[index].set("class", "number")
+        rows.append(element("tr", *cells))
+    forward = plan.forward
+    caption = (
+        f"Estimated microseconds for {deployed(plan.deployment)}. Exchange is dispatch and combine; room is the "
+        "layer's compute without its routed experts and router: equation (9) of the FarSkip paper. Exposed is what "
+        "no compute can hide, in the original wiring and in this one. Contention is not modelled. In one forward "
+        f"pass: {milliseconds(forward.compute_us)} of compute, {milliseconds(forward.communication_us)} of "
+        f"communication, exposed {milliseconds(forward.exposed_before_us)} before and "
+        f"{milliseconds(forward.exposed_after_us)} after."
+    )
+    head = element("thead", element("tr", *(element("th", name, scope="col") for name in names)))
+    table = element("table", element("caption", caption), head, element("tbody", *rows))
+    yield element("section", element("h2", "Window, estimated"), table)
+
+
 def _beside(block: PlannedBlock) -> list[ET.Element]:
+    volumes: dict[str, str] = {t.name: f" {short(t.bytes, 'B')}" for t in block.transfers}
     trips = [("combine" if block.kind == "moe" else "all-reduce", block.window.combine_under)]
     if block.kind == "moe":
         trips.insert(0, ("dispatch", block.window.dispatch_under))
     return [
-        element("div", f"{name}: {', '.join(map(short_path, under)) or 'nothing'}") for name, under in trips
+        element("div", f"{name}{volumes.get(name, '')}: {', '.join(map(short_path, under)) or 'nothing'}")
+        for name, under in trips
     ]
-
-
-def _short(number: float, unit: str) -> str:
-    """12345678 as "12.3 M"."""
-    for factor, letter in ((1e12, "T"), (1e9, "G" if unit else "B"), (1e6, "M"), (1e3, "k")):
-        if number >= 0.9995 * factor:  # so that 999,999 is 1 M and not 1e+03 k
-            return f"{number / factor:.3g} {letter}{unit}"
-    return f"{number:g} {unit}".strip()

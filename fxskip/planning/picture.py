@@ -122,7 +122,7 @@ def _side_stream(stream: SideStream, layout: Layout) -> ET.Element:
 
 def _sub_block(row: Row, layout: Layout) -> ET.Element:
     block, x = row.block, layout.box_x
-    cost = f"{block.costs.parameters:,} parameters, {mflop(block.costs.flops_per_token)} MFLOP a token"
+    cost = f"{block.costs.parameters:,} parameters, {mflop(block.costs)} MFLOP a token"
     group = element(
         "g",
         element("title", f"{block.path}: {kind(block)}, {cost}"),

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
 
-from fxskip.schedule.costs import CONTEXT, Costs
-from fxskip.wiring import Connection, ModelWiring, SubBlock
-
-
-@dataclass(frozen=True)
-class Window:
-    """Which sub-blocks can run while a block's communication is under way, by module path.
-
-    Under expert parallelism a MoE block sends tokens before its experts (dispatch) and gets them back after
-    (combine); under tensor parallelism every block ends in an all-reduce, which is its combine.
-    """
-
-    dispatch_under: tuple[str, ...]
-    """Blocks between the last write that this block waits for and the block itself."""
-    combine_under: tuple[str, ...]
-    """Blocks between this block and the first one that needs what it leaves to a collective."""
-    dispatch_flops_per_token: float | None
-    combine_flops_per_token: float | None
-    """Of the blocks above; None where those of one are not known."""
+from fxskip.planning.deployment import Wishes, deployment
+from fxskip.planning.window import LayerWindow, Window, exposed, layer_windows, window
+from fxskip.schedule.costs import Costs, ModelCosts
+from fxskip.schedule.roofline import Deployment, Transfer, Work, transfers, work
+from fxskip.schedule.sizes import total
+from fxskip.spec import Spec
+from fxskip.wiring import Connection, ModelWiring, SubBlock, connect
 
 
 @dataclass(frozen=True)
@@ -47,7 +35,39 @@ class PlannedBlock:
     refused: str | None
     """Why the rule that selects it, or a part of that rule, changes nothing here; None where all of it applies."""
     costs: Costs
+    work: tuple[Work, ...]
+    """Its parts on one rank, estimated."""
+    transfers: tuple[Transfer, ...]
+    """Its collectives as one rank sees them, estimated."""
     window: Window
+
+    @property
+    def est_us(self) -> float | None:
+        """Estimated microseconds of compute on one rank."""
+        return total(part.est_us for part in self.work)
+
+    @property
+    def weight_bytes(self) -> float | None:
+        """Bytes of weights that one rank reads."""
+        return total(part.weight_bytes for part in self.work)
+
+    @property
+    def activation_bytes(self) -> float | None:
+        """Bytes of activations that one rank reads and writes."""
+        return total(part.activation_bytes for part in self.work)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward pass through the decoder layers on one rank, in estimated microseconds; None: unknown."""
+
+    compute_us: float | None
+    communication_us: float | None
+    """Of all collectives, one after the other."""
+    exposed_before_us: float | None
+    """Part of them that no compute can hide in the original wiring."""
+    exposed_after_us: float | None
+    """The same in the planned wiring."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +80,38 @@ class Plan:
     """Most streams that cross the border of two layers; 1 is the original."""
     wiring_hash: str
     blocks: tuple[PlannedBlock, ...]
+    deployment: Deployment
+    """What the estimates are for."""
+    layers: tuple[LayerWindow, ...]
+    """Equation (9) of each layer that exchanges tokens, estimated."""
+    forward: Forward
+    parameters: int
+    """All parameters of the model, each once."""
+    outside_parameters: int | None
+    """Of those, what belongs to no sub-block; None where layers share parameters."""
+    head_parameters: int | None
+    """Of the matrix that makes the logits; None where fxskip does not know which one that is."""
+
+    @property
+    def active_parameters(self) -> float | None:
+        """Parameters that one token meets. The head counts; the embedding table, of which it reads a row, does not.
+
+        None where some are not known.
+        """
+        if self.outside_parameters is None:
+            return None
+        return total([*(block.costs.active_parameters for block in self.blocks), self.head_parameters])
+
+    @property
+    def block_flops_per_token(self) -> float | None:
+        """Forward only, of all sub-blocks."""
+        return total(block.costs.flops_per_token for block in self.blocks)
+
+    @property
+    def flops_per_token(self) -> float | None:
+        """Forward only, the head included; None where some are not known."""
+        head = None if self.head_parameters is None else 2 * self.head_parameters
+        return total((self.block_flops_per_token, head))
 
     @property
     def rewired(self) -> int:
@@ -73,8 +125,23 @@ class Plan:
 
     def to_json(self) -> str:
         """All of it as JSON text."""
+        deployment = asdict(self.deployment) | {"hardware": self.deployment.hardware.model_dump()}
+        blocks = [
+            asdict(b)
+            | {"est_us": b.est_us}
+            | {
+                "costs": asdict(b.costs)
+                | {"parameters": b.costs.parameters, "flops_per_token": b.costs.flops_per_token}
+            }
+            for b in self.blocks
+        ]
+        layers = [
+            asdict(w) | {"exchange_us": w.exchange_us, "room_us": w.room_us, "margin_us": w.margin_us}
+            for w in self.layers
+        ]
+        totals = {name: getattr(self, name) for name in ("rewired", "active_parameters", "flops_per_token")}
         return json.dumps(
-            asdict(self) | {"rewired": self.rewired, "attention_context_tokens": CONTEXT}, indent=2
+            asdict(self) | totals | {"deployment": deployment, "blocks": blocks, "layers": layers}, indent=2
         )
 
     def to_html(self, path: str | PathLike[str]) -> Path:
@@ -87,10 +154,50 @@ class Plan:
 
 
 def make_plan(
-    model: str, spec: str, wiring: ModelWiring, blocks: Sequence[SubBlock], costs: Sequence[Costs]
+    model: str,
+    spec: Spec,
+    wiring: ModelWiring,
+    blocks: Sequence[SubBlock],
+    costs: ModelCosts,
+    wishes: Wishes,
 ) -> Plan:
-    """Put wiring and costs of each sub-block together."""
-    rows = tuple(
+    """Put wiring, costs and estimates of each sub-block together.
+
+    Raises SpecError for wishes that the model or the hardware cannot meet.
+    """
+    chosen = deployment(wishes, spec, costs.blocks, dtype=costs.dtype)
+    original = connect(Spec(fxskip=1), blocks).connections
+    works = [work(c, chosen) for c in costs.blocks]
+    moves = [transfers(b.kind, c, chosen) for b, c in zip(blocks, costs.blocks, strict=True)]
+    before, after = (exposed(c, works, moves) for c in (original, wiring.connections))
+    return Plan(
+        model=model,
+        spec=spec.name or "an unnamed spec",
+        streams=max(len(region.inputs) for region in wiring.regions),
+        wiring_hash=wiring.digest(),
+        blocks=_rows(wiring.connections, blocks, costs.blocks, works, moves),
+        deployment=chosen,
+        layers=layer_windows(wiring.connections, works, moves, before, after),
+        forward=Forward(
+            total(part.est_us for parts in works for part in parts),
+            total(move.est_us for block in moves for move in block),
+            total(before.values()),
+            total(after.values()),
+        ),
+        parameters=costs.parameters,
+        outside_parameters=costs.outside,
+        head_parameters=costs.head,
+    )
+
+
+def _rows(
+    connections: Sequence[Connection],
+    blocks: Sequence[SubBlock],
+    costs: Sequence[Costs],
+    works: Sequence[tuple[Work, ...]],
+    moves: Sequence[tuple[Transfer, ...]],
+) -> tuple[PlannedBlock, ...]:
+    return tuple(
         PlannedBlock(
             layer=c.block.layer,
             kind=c.block.kind,
@@ -101,12 +208,12 @@ def make_plan(
             rule=c.rule,
             refused=c.note or None if c.rule is not None else None,
             costs=costs[i],
-            window=_window(wiring.connections, i, costs),
+            work=works[i],
+            transfers=moves[i],
+            window=window(connections, i, costs),
         )
-        for i, c in enumerate(wiring.connections)
+        for i, c in enumerate(connections)
     )
-    streams = max(len(region.inputs) for region in wiring.regions)
-    return Plan(model, spec, streams, wiring.digest(), rows)
 
 
 def _reads(connection: Connection, blocks: Sequence[SubBlock]) -> str:
@@ -116,38 +223,3 @@ def _reads(connection: Connection, blocks: Sequence[SubBlock]) -> str:
     for write, addend in sorted(connection.reads):
         parts.append(f"{addend} of layer {blocks[write - 1].layer}")
     return "stream without " + ", ".join(parts)
-
-
-def _window(connections: Sequence[Connection], index: int, costs: Sequence[Costs]) -> Window:
-    own = connections[index]
-    unseen = {write for write in range(1, own.write) if not _sees(own, write, connections)}
-    last_seen = max((w for w in range(1, own.write) if w not in unseen), default=0)
-    readers = (c.write for c in connections if c.write > own.write and _sees_travelling(c, own))
-    first_reader = next(readers, len(connections) + 1)
-    before = range(last_seen, own.write - 1)
-    after = range(own.write, first_reader - 1)
-    return Window(
-        tuple(connections[i].block.path for i in before),
-        tuple(connections[i].block.path for i in after),
-        total(costs[i].flops_per_token for i in before),
-        total(costs[i].flops_per_token for i in after),
-    )
-
-
-def total(numbers: Iterable[float | None]) -> float | None:
-    """The sum; None where one of the numbers is not known."""
-    known = list(numbers)
-    return None if None in known else sum(number for number in known if number is not None)
-
-
-def _sees(reader: Connection, write: int, connections: Sequence[Connection]) -> bool:
-    """Whether the block sees any addend of an earlier write."""
-    addends = connections[write - 1].block.addends
-    return any((write, addend) not in reader.reads for addend in addends)
-
-
-def _sees_travelling(reader: Connection, writer: Connection) -> bool:
-    """Whether a later block needs what the writer's collective delivers: the routed addend, or all of it."""
-    addends = writer.block.addends
-    travelling = ("routed",) if "routed" in addends else addends
-    return any((writer.write, addend) not in reader.reads for addend in travelling)

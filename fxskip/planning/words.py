@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 from fxskip import wiring
 from fxskip.planning.plan import Plan, PlannedBlock
+from fxskip.planning.window import LayerWindow
+from fxskip.schedule.costs import Costs
+from fxskip.schedule.roofline import Deployment
 
+UNKNOWN = "unknown"
 KINDS = {"moe": "MoE", "dense": "dense MLP"}
 ADDENDS = {"routed": "routed experts", "shared": "shared experts"}
 
@@ -15,9 +19,17 @@ def kind(block: PlannedBlock) -> str:
     return KINDS.get(block.kind, block.kind)
 
 
-def mflop(flops: float | None) -> str:
-    """12345678 as "12.35"."""
-    return "unknown" if flops is None else f"{flops / 1e6:,.2f}"
+def mflop(costs: Costs) -> str:
+    """12345678 FLOPs a token as "12.35"; where those of some parts are not known, "12.35 + unknown"."""
+    known = [part.flops_per_token for part in costs.parts if part.flops_per_token is not None]
+    if not known:
+        return UNKNOWN
+    return f"{sum(known) / 1e6:,.2f}" + ("" if len(known) == len(costs.parts) else f" + {UNKNOWN}")
+
+
+def whole(number: float | None, separator: str = "") -> str:
+    """1234.6 as "1235", or "1,235" with a comma as separator."""
+    return UNKNOWN if number is None else f"{number:{separator}.0f}"
 
 
 def back(dropped: str) -> tuple[str, int]:
@@ -68,3 +80,53 @@ def short_path(block_path: str) -> str:
 def span(layers: Sequence[int]) -> str:
     """[0, 1, 2, 5] as "layers 0–2, 5"."""
     return f"layer{'s' if len(layers) > 1 else ''} {wiring.span(layers, dash='–')}"
+
+
+def short(number: float | None, unit: str, digits: int = 3) -> str:
+    """12345678 as "12.3 M"."""
+    if number is None:
+        return UNKNOWN
+    for factor, letter in ((1e12, "T"), (1e9, "G" if unit else "B"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * factor:  # so that 999,999 is 1 M and not 1e+03 k
+            return f"{number / factor:#.{digits}g}".rstrip(".") + f" {letter}{unit}"
+    return f"{number:.{digits}g} {unit}".strip()
+
+
+def milliseconds(us: float | None) -> str:
+    """1234567 as "1235 ms"."""
+    if us is None:
+        return UNKNOWN
+    return f"{us / 1e3:.{1 if us < 1e5 else 0}f} ms"
+
+
+def deployed(deployment: Deployment) -> str:
+    """What estimates are for, in one line."""
+    d = deployment
+    assumed = " (assumed: one domain)" if d.assumed else ""
+    exchange = f" ({d.exchange})" if d.exchange == "all_reduce" else ""
+    instead = f" (there is no figure for {d.instead_of})" if d.instead_of else ""
+    exchange += " (a token goes once to each domain)" if d.copies_per == "domain" else ""
+    return (
+        f"{d.hardware.name}, {d.dtype}{instead}, {d.tokens} tokens a rank, sequences of {d.context}, "
+        f"experts over {d.expert} ranks{exchange}{assumed}, other matrices over {d.tensor}"
+    )
+
+
+def transfer_words(block: PlannedBlock) -> list[str]:
+    """One phrase for each collective of a sub-block: the bytes that a rank sends, and what can run meanwhile."""
+    phrases = []
+    for transfer in block.transfers:
+        under = block.window.dispatch_under if transfer.name == "dispatch" else block.window.combine_under
+        names = list(map(short_path, under))
+        if block.kind == "moe" and transfer.name == "all-reduce":
+            names = ["its routed experts"]
+        beside = f" beside {', '.join(names)}" if names else ""
+        phrases.append(f"{transfer.name} {short(transfer.bytes, 'B')}{beside}")
+    return phrases
+
+
+def verdict(row: LayerWindow) -> str:
+    """Whether equation (9) holds for a layer."""
+    if row.margin_us is None:
+        return UNKNOWN
+    return f"{'fits' if row.margin_us >= 0 else 'short'} by {abs(row.margin_us):.0f} us"

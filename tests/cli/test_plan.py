@@ -36,6 +36,42 @@ def test_json_and_page(capsys, config_alone, expected):
     assert page.read_text().lower().startswith("<!doctype html>")
 
 
+def test_sizes_and_hardware_reach_the_plan(capsys, config_alone):
+    config = config_alone / "config.json"
+    options = ("--hardware", "b200", "--tokens-per-rank", 64, "--context", 32, "--ep", 2, "--tp", 4)
+    more = ("--dtype", "float8", "--copies-per", "domain")
+    assert run("plan", config, "farskip", *options, *more, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    used = found["deployment"]
+    assert used.pop("hardware")["name"] == "NVIDIA B200"
+    assert used == {
+        "dtype": "float8",
+        "tokens": 64,
+        "context": 32,
+        "expert": 2,
+        "exchange": "all_to_all",
+        "tensor": 4,
+        "copies_per": "domain",
+        "assumed": False,
+        "instead_of": "",
+    }
+    assert [t["name"] for t in found["blocks"][1]["transfers"]] == ["dispatch", "combine"]
+    assert found["forward"]["exposed_before_us"] > found["forward"]["exposed_after_us"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--ep", 3), "3 ranks cannot share 4 experts evenly"),
+        (("--tp", 3), "3 ranks cannot share 4 attention heads evenly"),
+        (("--hardware", "h20"), "known by name are b200, h200, mi300x"),
+    ],
+)
+def test_what_cannot_be_estimated(capsys, config_alone, options, words):
+    assert run("plan", config_alone, "farskip", *options) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_spec_file_with_two_faults(capsys, config_alone):
     spec = config_alone / "mine.yaml"
     spec.write_text("fxskip: 1\nconnect:\n  - blocks: attention\n    witout: [routed@1]\n")

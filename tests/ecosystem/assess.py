@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -53,6 +54,13 @@ class Row:
         if self.farskip == "exact":
             return "exact"
         return "whole writes" if self.farskip.startswith("refused") else "failed"
+
+
+def be_quiet() -> None:
+    """What a process that only assesses needs: one thread, and no messages of transformers."""
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
 
 
 def assess(model_type: str) -> Row:

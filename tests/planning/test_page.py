@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from fxskip.planning import Plan, make_plan, page, pictures
+from fxskip.planning.deployment import Wishes
 from fxskip.planning.fold import fold
-from fxskip.schedule.costs import Costs
+from fxskip.schedule.costs import Costs, ModelCosts, Part
+from fxskip.schedule.hardware import load_hardware
 from fxskip.spec import load_spec
 from fxskip.wiring import SubBlock, connect
 from tests.strict_html import StrictHtml
@@ -39,10 +41,18 @@ def plan(spec: str, outputs: Sequence[tuple[str, ...]] = DEEPSEEK) -> Plan:
             SubBlock(layer, "attention", f"model.layers.{layer}.self_attn", ("attention",)),
             SubBlock(layer, kind, f"model.layers.{layer}.mlp", adds),
         ]
-    costs = [Costs(1000 + i, 2e6 + i, 2, 256) for i in range(len(blocks))]
-    return make_plan(
-        "TinyForCausalLM", spec, connect(load_spec(SPECS.get(spec, spec)), blocks), blocks, costs
-    )
+    costs = tuple(costs_of(block) for block in blocks)
+    whole = ModelCosts(costs, "bfloat16", sum(c.parameters for c in costs) + 5000, outside=5000, head=2000)
+    loaded = load_spec(SPECS.get(spec, spec))
+    wishes = Wishes(load_hardware("h200"), expert_size=8)
+    return make_plan("TinyForCausalLM", loaded, connect(loaded, blocks), blocks, whole, wishes)
+
+
+def costs_of(block: SubBlock) -> Costs:
+    if block.kind != "moe":
+        return Costs((Part(block.kind, 1000, 2e6, 512.0, 3),), 64)
+    names = ("gate", *sorted(block.addends))
+    return Costs(tuple(Part(name, 800, 1e6, 512.0, 3) for name in names), 64, experts=8, experts_per_token=2)
 
 
 @pytest.mark.parametrize("spec", ["farskip", "identity", "far-back"])
@@ -56,6 +66,21 @@ def test_the_page_is_well_formed_needs_nothing_else_and_has_every_sub_block(spec
     assert "url(" not in html and "@import" not in html and "://" not in html
     rows = [a["data-block"] for tag, a in parsed.starts if tag == "tr" and "data-block" in a]
     assert rows == [block.path for block in plan(spec).blocks]
+
+
+def test_page_and_text_say_of_each_layer_whether_its_exchange_fits():
+    made = plan("farskip")
+    row = made.layers[0]
+    words = f"{'fits' if row.margin_us >= 0 else 'short'} by {abs(row.exchange_us - row.room_us):.0f} us"
+    cells = [text for tag, text in StrictHtml(page(made)).texts if tag == "td"]
+    at = cells.index(words, cells.index(str(row.layer)))
+    expected = (row.exchange_us, row.room_us, words, row.exposed_before_us, row.exposed_after_us)
+    assert cells[at - 2 : at + 3] == [e if isinstance(e, str) else f"{e:,.0f}" for e in expected]
+    (line,) = [line for line in str(made).splitlines() if line.startswith(f"{row.layer} ") and words in line]
+    assert line.split()[-2:] == [f"{row.exposed_before_us:.0f}", f"{row.exposed_after_us:.0f}"]
+    # Nobody exchanges tokens in one process.
+    alone = replace(made, layers=())
+    assert "Window" not in page(alone) and "window" not in str(alone)
 
 
 def test_pictures_are_named_and_described_for_those_who_cannot_see_them():

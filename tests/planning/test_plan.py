@@ -1,14 +1,17 @@
 """A plan: what each sub-block reads, what can run beside its communication, and what it costs."""
 
 import json
-from functools import cache, partial
 
 import pytest
 import torch
 from transformers import AutoConfig
 
 import fxskip
+from fxskip.analysis import Analysis
+from fxskip.planning.deployment import Wishes
 from fxskip.schedule.costs import CONTEXT
+from fxskip.schedule.hardware import load_hardware
+from tests.ecosystem import architectures
 from tests.zoo import COMMON, FAMILIES, tiny
 
 LAYERS = 4  # of deepseek_v3: layer 0 is dense, layers 1-3 have experts
@@ -21,8 +24,14 @@ def model():
 
 @pytest.fixture(scope="module")
 def plan_of(model):
-    """The plan of `model` under a preset, made once."""
-    return cache(partial(fxskip.plan, model))
+    """Makes plans of `model` as `fxskip.plan` does, from one capture. A test below compares with that."""
+    analysis = Analysis.of_original("plan", model, None)
+
+    def plan(spec, **wishes):
+        loaded = fxskip.load_spec(spec)
+        return analysis.plan(loaded, analysis.connect(loaded), Wishes(load_hardware("h200"), **wishes))
+
+    return plan
 
 
 def attention(layer):
@@ -111,11 +120,11 @@ def test_windows_are_the_blocks_that_need_not_wait(plan_of, spec):
         assert window.combine_flops_per_token == sum(flops[p] for p in window.combine_under)
 
 
-def test_a_block_that_sees_the_write_before_it_has_no_window_and_a_wider_gap_a_wider_one(model):
-    two_back = fxskip.plan(model, custom({"blocks": "all", "without": ["all@2"]}))
+def test_a_block_that_sees_the_write_before_it_has_no_window_and_a_wider_gap_a_wider_one(plan_of):
+    two_back = plan_of(custom({"blocks": "all", "without": ["all@2"]}))
     assert all(not (b.window.dispatch_under or b.window.combine_under) for b in two_back.blocks)
 
-    shortcut = fxskip.plan(model, custom({"blocks": "moe", "without": ["all@1", "all@2"]}))
+    shortcut = plan_of(custom({"blocks": "moe", "without": ["all@1", "all@2"]}))
     windows = {b.path: b.window.dispatch_under for b in shortcut.blocks if b.window.dispatch_under}
     assert windows == {mlp(i): (mlp(i - 1), attention(i)) for i in (1, 2, 3)}
 
@@ -158,15 +167,22 @@ def test_flops_and_bytes_are_those_of_the_matrix_products(model, plan_of):
     router = d * c.n_routed_experts
     assert moe_plan.costs.flops_per_token == 2 * (3 * experts * d * c.moe_intermediate_size + router)
     assert moe_plan.costs.experts_per_token == c.num_experts_per_tok
-    assert moe_plan.costs.exchange_bytes_per_token == c.num_experts_per_tok * d * 4  # fp32
-    assert dense_plan.costs.exchange_bytes_per_token == attention_plan.costs.exchange_bytes_per_token == 0
+    assert (moe_plan.costs.experts, moe_plan.costs.hidden_size) == (c.n_routed_experts, d)
+    assert dense_plan.costs.experts_per_token == attention_plan.costs.experts_per_token == 0
 
 
-def test_flops_of_grouped_query_attention():
-    attention_plan, moe_plan, *_ = fxskip.plan(tiny("mixtral", layers=2), "farskip").blocks
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_flops_of_grouped_query_attention(attention):
+    model = tiny("mixtral", layers=2, attn_implementation=attention)
+    attention_plan, moe_plan, *_ = fxskip.plan(model, "farskip").blocks
     d, heads, groups, width, wide = 64, 4, 2, 16, 64
     products = 2 * d * heads * width + 2 * d * groups * width + heads * 2 * width * CONTEXT / 2
     assert attention_plan.costs.flops_per_token == 2 * products
+    assert attention_plan.costs.heads == heads
+    # Projections read and write; attention reads queries, keys and values and writes its result, but no scores.
+    (part,) = attention_plan.costs.parts
+    projections = (d + heads * width) + 2 * (d + groups * width) + (heads * width + d)
+    assert part.activations_per_token == projections + heads * width + 2 * groups * width + heads * width
     assert moe_plan.costs.flops_per_token == 2 * (2 * 3 * d * wide + d * 4)
 
 
@@ -181,6 +197,75 @@ def test_json_holds_everything(plan_of):
     assert [b["costs"]["parameters"] for b in read["blocks"]] == [b.costs.parameters for b in plan.blocks]
     under = [tuple(b["window"]["combine_under"]) for b in read["blocks"]]
     assert under == [b.window.combine_under for b in plan.blocks]
+
+
+def test_one_process_has_no_communication_to_hide(plan_of):
+    alone = plan_of("farskip", expert_size=1)
+    assert alone.layers == () and not any(block.transfers for block in alone.blocks)
+    assert (alone.forward.communication_us, alone.forward.exposed_before_us) == (0, 0)
+    assert "window" not in str(alone)
+
+
+def test_more_tokens_and_longer_sequences_cost_more(model, plan_of):
+    few = fxskip.plan(model, "identity", tokens_per_rank=512, context_tokens=512)
+    many = plan_of("identity")
+    assert (many.deployment.tokens, many.deployment.context) == (4096, 4096)
+    c = model.config
+    keys = c.num_attention_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim)
+    a_token = [p.blocks[2].work[0].flops / p.deployment.tokens for p in (few, many)]
+    assert a_token[1] - a_token[0] == pytest.approx(2 * keys * (4096 - 512) / 2)
+    sent = [p.blocks[3].transfers[0].domain_bytes for p in (few, many)]
+    assert sent == [
+        t * c.num_experts_per_tok * c.hidden_size * 4 * 3 / 4 for t in (512, 4096)
+    ]  # fp32, 4 ranks
+
+
+def test_parts_of_a_moe(model, plan_of):
+    c, layer = model.config, model.model.layers[2]
+    costs = plan_of("farskip").blocks[5].costs
+    parts = {part.name: part for part in costs.parts}
+    assert set(parts) == {"gate", "routed", "shared"}
+
+    def numel(module):
+        return sum(p.numel() for p in module.parameters())
+
+    moe = layer.mlp
+    assert parts["gate"].parameters == numel(moe.gate) + numel(layer.post_attention_layernorm)
+    assert parts["routed"].parameters == numel(moe.experts)
+    assert parts["shared"].parameters == numel(moe.shared_experts)
+    d, wide, k = c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok
+    assert parts["routed"].activations_per_token == k * (d + 2 * wide + wide + d)
+    assert parts["shared"].activations_per_token == 2 * (d + wide) + wide + d
+    assert parts["gate"].activations_per_token == d + c.n_routed_experts
+    assert costs.active_parameters == costs.parameters - parts["routed"].parameters * (
+        1 - k / c.n_routed_experts
+    )
+
+
+def test_experts_that_all_see_every_token_count_for_those_that_are_sent_to_them():
+    """transformers runs all experts of Llama 4 on all tokens, scaled by zero where they were not chosen."""
+    moe = fxskip.plan(tiny("llama4_text", layers=2), "farskip").blocks[1]
+    (routed,) = [part for part in moe.costs.parts if part.name == "routed"]
+    assert (moe.costs.experts, moe.costs.experts_per_token) == (4, 1)
+    assert routed.flops_per_token == 2 * 3 * 64 * 64
+
+
+def test_totals_count_every_parameter_once(model, plan_of):
+    plan, c = plan_of("farskip"), model.config
+    assert plan.parameters == sum(p.numel() for p in model.parameters())
+    assert plan.head_parameters == c.vocab_size * c.hidden_size
+    tied = tiny("qwen2_moe", layers=2, tie_word_embeddings=True)
+    assert fxskip.plan(tied, "farskip").parameters == sum(p.numel() for p in tied.parameters())
+
+
+def test_layers_with_another_mask_cost_less_and_are_told_apart():
+    """Llama 4: three layers in four see no further back than their chunk."""
+    plan = fxskip.plan(
+        tiny("llama4_text", layers=4, attention_chunk_size=64, no_rope_layer_interval=4), "identity"
+    )
+    chunked, full = (plan.blocks[2 * layer].costs.flops_per_token for layer in (0, 3))
+    assert full - chunked == 2 * 4 * (16 + 16) * (CONTEXT / 2 - 64 / 2)
+    assert "layers 1–2: as layer 0" in str(plan)
 
 
 def test_text_has_a_line_for_each_sub_block(plan_of):
@@ -214,7 +299,8 @@ def test_a_config_is_enough(model, plan_of):
     for one, other in zip(from_config.blocks, from_model.blocks, strict=True):
         assert (one.path, one.without, one.window) == (other.path, other.without, other.window)
         assert one.costs.parameters == other.costs.parameters
-        assert one.costs.exchange_bytes_per_token * 2 == other.costs.exchange_bytes_per_token  # bf16, fp32
+        assert [m.domain_bytes * 2 for m in one.transfers] == [m.domain_bytes for m in other.transfers]
+    assert (from_config.deployment.dtype, from_model.deployment.dtype) == ("bfloat16", "float32")
 
 
 def test_a_config_of_a_model_too_large_for_memory():
@@ -230,3 +316,39 @@ def test_a_config_of_a_model_too_large_for_memory():
 
 def test_explain_says_what_plan_promised(model, plan_of):
     assert fxskip.explain(fxskip.transform(model, "ladder")) == plan_of("ladder")
+
+
+def test_the_scan_of_a_mixer_is_unknown_and_a_gated_convolution_has_none():
+    """Qwen3-Next: two layers of gated delta rule and one of attention. LFM2: a short convolution between gates."""
+    model = architectures.tiny("qwen3_next")
+    plan = fxskip.plan(model, "farskip")
+    mixer, attention_plan = plan.blocks[0].costs, plan.blocks[2].costs
+    c = model.config
+    keys, values = (
+        c.linear_num_key_heads * c.linear_key_head_dim,
+        c.linear_num_value_heads * c.linear_value_head_dim,
+    )
+    projections = c.hidden_size * (2 * keys + 3 * values + 2 * c.linear_num_value_heads)
+    convolution = (2 * keys + values) * c.linear_conv_kernel_dim
+    assert [(part.name, part.flops_per_token) for part in mixer.parts] == [
+        ("mixer", 2 * (projections + convolution)),
+        ("scan", None),
+    ]
+    assert attention_plan.flops_per_token is not None
+    assert plan.parameters == sum(p.numel() for p in model.parameters())
+    assert plan.flops_per_token is None and plan.forward.compute_us is None
+    assert f"{2 * (projections + convolution) / 1e6:.2f} + unknown" in str(plan)
+
+    short = architectures.tiny("lfm2_moe")
+    mixer = fxskip.plan(short, "identity").blocks[0].costs
+    d = short.config.hidden_size
+    assert [part.name for part in mixer.parts] == ["mixer"]
+    assert mixer.flops_per_token == 2 * (3 * d * d + d * short.config.conv_L_cache + d * d)
+
+
+def test_attention_that_selects_its_keys_is_unknown():
+    """DeepSeek-V3.2: an indexer chooses the keys of a query."""
+    plan = fxskip.plan(architectures.tiny("deepseek_v32"), "farskip")
+    attention_plan = plan.blocks[0]
+    assert attention_plan.costs.flops_per_token is None and attention_plan.est_us is None
+    assert plan.blocks[3].est_us is not None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 VOCAB, WIDTH, HEADS, EXPERTS = 32, 16, 2, 3
@@ -365,9 +365,6 @@ class HFModel(PreTrainedModel):
 
     def forward(self, input_ids: Tensor, **unused: Any) -> CausalLMOutput:
         return CausalLMOutput(logits=self.lm_head(self.model(input_ids).last_hidden_state))
-
-
-AutoModelForCausalLM.register(RandomConfig, HFModel)
 
 
 def build(design: Design, seed: int) -> nn.Module:
