@@ -6,9 +6,9 @@ deepcopy and state_dict see nothing new. No function is stored on the layer; the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,6 +24,17 @@ from fxskip.runtime.recompute import recomputed, recomputes
 from fxskip.spec import Runtime
 from fxskip.wiring import RegionWiring
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _not_compiled_by_others(method: Method) -> Method:
+    """A graph break inside somebody else's torch.compile: Dynamo would follow the call into the original body.
+
+    What lies around the layers is compiled, the regions run as they are; fullgraph=True fails.
+    """
+    disabled = torch.compiler.disable(method, recursive=False, reason="fxskip captures its layers itself")
+    return cast(Method, disabled)
+
 
 class Region(nn.Module):
     """Mixin of every rewired decoder layer. Streams between layers are [B, S, D] tensors of one dtype.
@@ -38,9 +49,7 @@ class Region(nn.Module):
     fxskip_recompute: str
     fxskip_lower: str
 
-    # Inside somebody else's torch.compile, Dynamo would follow the call into the original body. A graph break
-    # instead: what lies around the layers is compiled, the regions run as they are; fullgraph=True fails.
-    @torch.compiler.disable(recursive=False, reason="fxskip captures its layers itself")  # type: ignore[untyped-decorator]
+    @_not_compiled_by_others
     def forward(self, hidden_states: Tensor | Streams, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's original body, rewired. Arguments and result are the original layer's."""
         streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
@@ -58,6 +67,7 @@ class Region(nn.Module):
             return ((out[0], *others), *out[1:])
         return (out, *others)
 
+    @_not_compiled_by_others
     def _run(self, streams: Streams, *args: Any, **kwargs: Any) -> tuple[Any, Streams]:
         region = _compiled(self.fxskip_wiring, self.fxskip_lower)
         return region(self, self.fxskip_base, streams, args, layer_caches(kwargs, self.fxskip_layer))
