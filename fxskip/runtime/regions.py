@@ -35,7 +35,7 @@ def _not_compiled_by_others(method: Method) -> Method:
 
     What lies around the layers is compiled, the regions run as they are; fullgraph=True fails.
     """
-    disabled = torch.compiler.disable(method, recursive=False, reason="fxskip captures its layers itself")
+    disabled = torch.compiler.disable(method, reason="fxskip captures its layers itself")
     return cast(Method, disabled)
 
 
