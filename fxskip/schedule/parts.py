@@ -125,9 +125,8 @@ def parts_of(nodes: list[fx.Node], kind: str, routing: Routing, held: Held) -> d
     after, before = reachable([routing.by], edges), reachable([routing.by], reverse(edges))
 
     def part(node: fx.Node) -> str:
-        if node in before and not _is_grouped(
-            node
-        ):  # what the router and the shared experts both read, the norm, goes to the router
+        # What the router and the shared experts both read, the norm, goes to the router.
+        if node in before and not _is_grouped(node):
             return "gate"
         # Beside the routing: experts of a loop over all tokens are weighted by it, a shared expert is added to them.
         beside = reachable([node], {n: set() if n in after else s for n, s in edges.items()})
@@ -143,9 +142,8 @@ def _local(parts: dict[fx.Node, str], routing: Routing, held: Held) -> list[fx.N
     routed = [n for n, part in parts.items() if part == "routed"]
     found = {n: w for n in routed if (w := weight(n, held)) is not None and w.dim() == 2}
     often = Counter(tuple(map(hint, w.shape)) for w in found.values())
-    few = (
-        routing.experts or 0
-    ) / 2  # a router may also choose from experts that do nothing and have no matrix
+    # Half: a router may also choose from experts that do nothing and have no matrix.
+    few = (routing.experts or 0) / 2
     return [n for n, w in found.items() if often[tuple(map(hint, w.shape))] < few]
 
 
