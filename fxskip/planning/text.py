@@ -65,7 +65,7 @@ def _totals(plan: Plan) -> list[str]:
 def _table(plan: Plan, folds: list[Fold]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="")
     for name in ("layer", "kind", "module"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=True)  # other columns give way
     table.add_column("reads", max_width=34)
     for name in ("params", "MFLOP/token", "weights", "activ.", "est. us"):
         table.add_column(name, justify="right")

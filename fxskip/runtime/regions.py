@@ -7,10 +7,10 @@ deepcopy and state_dict see nothing new. No function is stored on the layer; the
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -27,6 +27,17 @@ from fxskip.runtime.recompute import recomputed, recomputes, reentrant_refusal
 from fxskip.spec import Runtime
 from fxskip.wiring import RegionWiring
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _not_compiled_by_others(method: Method) -> Method:
+    """A graph break inside somebody else's torch.compile: Dynamo would follow the call into the original body.
+
+    What lies around the layers is compiled, the regions run as they are; fullgraph=True fails.
+    """
+    disabled = torch.compiler.disable(method, recursive=False, reason="fxskip captures its layers itself")
+    return cast(Method, disabled)
+
 
 class Region(nn.Module):
     """Mixin of every rewired decoder layer. Streams between layers are [B, S, D] tensors of one dtype.
@@ -42,9 +53,7 @@ class Region(nn.Module):
     fxskip_recompute: str
     fxskip_lower: str
 
-    # Inside somebody else's torch.compile (of a layer, or of a loop over layers), Dynamo would follow the call into
-    # the original body. A graph break instead; fullgraph=True fails.
-    @torch.compiler.disable(reason="fxskip captures its layers itself")  # type: ignore[untyped-decorator]
+    @_not_compiled_by_others
     def forward(self, hidden_states: Tensor | Streams, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's original body, rewired. Arguments and result are the original layer's."""
         _refuse_reentrant_checkpointing(self.fxskip_wiring, self)
@@ -63,6 +72,7 @@ class Region(nn.Module):
             return ((out[0], *others), *out[1:])
         return (out, *others)
 
+    @_not_compiled_by_others
     def _run(self, streams: Streams, *args: Any, **kwargs: Any) -> tuple[Any, Streams]:
         region = _compiled(self.fxskip_wiring, self.fxskip_lower)
         alone = kwargs if self.fxskip_one_part else {}

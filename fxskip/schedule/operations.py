@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import fx
@@ -85,12 +86,11 @@ def heads_of(nodes: list[fx.Node], length: int, held: Held) -> int:
     """
     queries = [value(_operands(n)[0]) for n in nodes if _is_fused_attention(n) and _operands(n)]
     scores = [value(n) for n in nodes if multiplies_activations(n, held) and is_tensor(n)]
-    try:
+    with suppress(DependsOnValues):
         found = [t for t in queries if t.dim() == 4 and hint(t.shape[2]) == length]
         found += [t for t in scores if t.dim() == 4 and [hint(s) for s in t.shape[2:]] == [length, length]]
         return hint(found[0].shape[1]) if found else 0
-    except DependsOnValues:
-        return 0
+    return 0
 
 
 def _fused_attention(node: fx.Node, setting: Setting) -> Work | None:
@@ -167,8 +167,7 @@ def _flops(node: fx.Node, held: Held) -> float:
 
 def _einsum_flops(node: fx.Node) -> float:
     """2 FLOPs for each combination of the equation's indices, as for a product of two operands."""
-    equation, *given = node.args
-    operands = _operands(node)
+    equation, operands = next(iter(node.args), None), _operands(node)
     if not isinstance(equation, str) or "." in equation or len(operands) != 2:
         raise DependsOnValues  # a contraction of more depends on the order that is chosen
     letters: dict[str, int] = {}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -67,9 +68,8 @@ def routing_of(nodes: list[fx.Node], kind: str, tokens: int, held: Held) -> Rout
     candidates = routing_nodes(nodes)
     choices = [c for n in candidates if (c := _choice(n)) is not None]
     if not choices:
-        return next(
-            (_routing_by_rows(n, tokens, held) for n in candidates if _is_grouped(n)), Routing(None, None)
-        )
+        grouped = next(filter(_is_grouped, candidates), None)
+        return Routing(None, None) if grouped is None else _routing_by_rows(grouped, tokens, held)
     if any(map(_looks_up_weights, nodes)):  # experts that are rows of a table, chosen by products of keys
         return Routing(None, None)
     *earlier, last = choices
@@ -90,17 +90,15 @@ def _is_grouped(node: fx.Node) -> bool:
 def _routing_by_rows(node: fx.Node, tokens: int, held: Held) -> Routing:
     """What the experts' first product says of a router that chooses in other ways: matrices, and rows for a token."""
     matrices = weight(node, held)
-    try:
+    with suppress(DependsOnValues):
         rows = hint(value(node).shape[0])
-    except DependsOnValues:
-        return Routing(None, None)
-    if matrices is None or rows % tokens:
-        return Routing(None, None)
-    return Routing(hint(matrices.shape[0]), rows // tokens, by=node)
+        if matrices is not None and rows % tokens == 0:
+            return Routing(hint(matrices.shape[0]), rows // tokens, by=node)
+    return Routing(None, None)
 
 
 def _choice(node: fx.Node) -> _Choice | None:
-    """A top-k or argmax over the last dimension; None for any other operation."""
+    """A top-k or argmax over a last dimension of known size; None for any other operation."""
     name = op_name(node)
     position = {"topk": 2, "argmax": 1}.get(name)
     if position is None or not is_tensor(scores := node.all_input_nodes[0]):
@@ -109,8 +107,10 @@ def _choice(node: fx.Node) -> _Choice | None:
     dimension = node.kwargs.get("dim", node.args[position] if len(node.args) > position else -1)
     if dimension not in (-1, len(shape) - 1):
         return None
-    taken = hint(value(node)[0].shape[-1]) if name == "topk" else 1
-    return _Choice(node, len(shape), hint(shape[-1]), taken)
+    with suppress(DependsOnValues):
+        taken = hint(value(node)[0].shape[-1]) if name == "topk" else 1
+        return _Choice(node, len(shape), hint(shape[-1]), taken)
+    return None
 
 
 def parts_of(nodes: list[fx.Node], kind: str, routing: Routing, held: Held) -> dict[fx.Node, str]:
@@ -124,13 +124,14 @@ def parts_of(nodes: list[fx.Node], kind: str, routing: Routing, held: Held) -> d
     edges = {n: s & inside for n, s in dataflow(nodes[0].graph).items()}
     after, before = reachable([routing.by], edges), reachable([routing.by], reverse(edges))
 
+    # Beside the routing: experts of a loop over all tokens are weighted by it, a shared expert is added to them.
+    beside = {n: set() if n in after else s for n, s in edges.items()}
+
     def part(node: fx.Node) -> str:
         # What the router and the shared experts both read, the norm, goes to the router.
         if node in before and not _is_grouped(node):
             return "gate"
-        # Beside the routing: experts of a loop over all tokens are weighted by it, a shared expert is added to them.
-        beside = reachable([node], {n: set() if n in after else s for n, s in edges.items()})
-        met = beside & after
+        met = reachable([node], beside) & after
         return "shared" if node not in after and (not met or any(map(is_add, met))) else "routed"
 
     parts = {n: part(n) for n in nodes}
@@ -142,28 +143,15 @@ def _local(parts: dict[fx.Node, str], routing: Routing, held: Held) -> list[fx.N
     routed = [n for n, part in parts.items() if part == "routed"]
     found = {n: w for n in routed if (w := weight(n, held)) is not None and w.dim() == 2}
     often = Counter(tuple(map(hint, w.shape)) for w in found.values())
-    # Half: a router may also choose from experts that do nothing and have no matrix.
+    # A router may also choose from experts that do nothing and have no matrix.
     few = (routing.experts or 0) / 2
     return [n for n, w in found.items() if often[tuple(map(hint, w.shape))] < few]
 
 
-_WITHOUT_MEMORY = frozenset(
-    {
-        "add",
-        "chunk",
-        "contiguous",
-        "conv1d",
-        "dropout",
-        "float",
-        "getitem",
-        "linear",
-        "mean",
-        "mul",
-        "permute",
-        "pow",
-    }
-    | {"reshape", "rms_norm", "rsqrt", "sigmoid", "silu", "split", "to", "transpose", "unsqueeze", "view"}
-)
+_WITHOUT_MEMORY = frozenset({
+    "add", "chunk", "contiguous", "conv1d", "dropout", "float", "getitem", "linear", "mean", "mul", "permute", "pow",
+    "reshape", "rms_norm", "rsqrt", "sigmoid", "silu", "split", "to", "transpose", "unsqueeze", "view",
+})  # fmt: skip
 """Operations of gated convolutions. No recurrence over the sequence can be built of these alone: it multiplies,
 accumulates, or puts its steps together."""
 
@@ -218,5 +206,12 @@ def gathers_weights(node: fx.Node, held: Held) -> bool:
 
 def _is_constant(node: fx.Node, held: Held) -> bool:
     """Whether nothing that the layer is called with goes into the value: keys of another layer are no weights."""
-    before = reachable([node], {n: set(n.all_input_nodes) for n in node.graph.nodes})
-    return all(held(n) for n in before if n.op == "placeholder")
+    seen, stack = {node}, [node]
+    while stack:
+        one = stack.pop()
+        if one.op == "placeholder" and not held(one):
+            return False
+        new = [n for n in one.all_input_nodes if n not in seen]
+        seen.update(new)
+        stack += new
+    return True

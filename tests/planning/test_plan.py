@@ -337,7 +337,9 @@ def test_the_scan_of_a_mixer_is_unknown_and_a_gated_convolution_has_none():
     assert attention_plan.flops_per_token is not None
     assert plan.parameters == sum(p.numel() for p in model.parameters())
     assert plan.flops_per_token is None and plan.forward.compute_us is None
-    assert f"{2 * (projections + convolution) / 1e6:.2f} + unknown" in str(plan)
+    text = str(plan)
+    assert f"{2 * (projections + convolution) / 1e6:.2f} + unknown" in text
+    assert all(f" {block.path} " in text for block in plan.blocks)
 
     short = architectures.tiny("lfm2_moe")
     mixer = fxskip.plan(short, "identity").blocks[0].costs

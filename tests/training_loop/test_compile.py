@@ -25,6 +25,7 @@ def model() -> PreTrainedModel:
     return tiny("mixtral", layers=2)
 
 
+@pytest.mark.slow
 def test_a_compiled_student_trains(model: PreTrainedModel) -> None:
     """The backend `eager` compiles without changing a bit, so a difference would be a region that ran another way."""
     student, reference = fxskip.transform(model, FARSKIP.spec), FARSKIP.reference(model)

@@ -239,7 +239,7 @@ def refusals(rank: int, folder: Path) -> None:
 def test_two_processes(tmp_path: Path) -> None:
     """The ones that every change is checked with: two processes take half a minute to start."""
     run_on_ranks(
-        (gradients_are_the_mean_over_ranks, sharded_after_the_transform, sharded_before_the_transform),
+        (gradients_are_the_mean_over_ranks, sharded_after_the_transform),
         tmp_path,
         limit_s=180,
     )
@@ -249,6 +249,7 @@ def test_two_processes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_fully_shard(tmp_path: Path) -> None:
     checks = (
+        sharded_before_the_transform,
         the_identity_is_the_original,
         a_sharded_model_can_be_planned,
         mixed_precision,

@@ -33,7 +33,8 @@ def pair(model_type: str = "qwen2_moe", **fields: Any) -> Pair:
 # --- hooks ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("called_before", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.slow
 def test_hooks_on_submodules(called_before: bool) -> None:
     both = pair("mixtral")
     if called_before:
@@ -123,7 +124,8 @@ def test_freezing_and_thawing() -> None:
         assert_same_training(*both, batch())
 
 
-@pytest.mark.parametrize("assign", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.slow
 def test_load_state_dict(assign: bool) -> None:
     both = pair()
     assert_same_logits(*both, batch())

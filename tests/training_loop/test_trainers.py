@@ -155,6 +155,7 @@ def test_sft_trainer(model: PreTrainedModel, tmp_path: Path, lora: bool) -> None
     assert fxskip.is_transformed(runs[0].model)
 
 
+@pytest.mark.slow
 def test_accelerate(model: PreTrainedModel, tmp_path: Path) -> None:
     """prepare, accumulate, clip; save_state and load_state give the weights back."""
     reference, student = FARSKIP.reference(model), fxskip.transform(model, FARSKIP.spec)
