@@ -70,21 +70,15 @@ def test_a_module_that_is_no_decoder() -> None:
     assert "Linear" in message
 
 
-@pytest.mark.parametrize(
-    ("model_type", "overrides"),
-    [
-        ("gpt2", {}),  # learned positions, layers at transformer.h
-        ("cohere2_moe", {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 4}),  # one write a layer
-    ],
-)
-def test_an_architecture_that_is_not_supported(model_type: str, overrides: dict[str, Any]) -> None:
-    model = tiny(model_type, **overrides)
+def test_an_architecture_that_is_not_supported() -> None:
+    """Learned positions, layers at transformer.h."""
+    model = tiny("gpt2")
     with pytest.raises(fxskip.FxskipError) as caught:
         fxskip.transform(model, FARSKIP.spec)
 
     message = str(caught.value)
     assert "\n  hint   " in message
-    assert any(name in message for name in ("transformer.h", "model.layers.", type(model).__name__)), message
+    assert any(name in message for name in ("transformer.h", type(model).__name__)), message
 
 
 def test_a_model_that_is_already_transformed() -> None:
