@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxskip.capture.region import first_line
 from fxskip.capture.twin import (
     LayerCapture,
     capture_chain,
@@ -25,7 +24,7 @@ from fxskip.capture.twin import (
     meta_twin,
     require_own_class_forward,
 )
-from fxskip.errors import CaptureError, FxskipError
+from fxskip.errors import CaptureError, FxskipError, first_line
 from fxskip.leaves import assumed_results
 
 Inputs = tuple[Any, ...]
@@ -112,7 +111,7 @@ def call(twin: nn.Module, inputs: Inputs) -> Any:
         raise CaptureError(
             "capture_layers",
             f"the model's code around its layers does not run without values: {type(error).__name__}: "
-            f"{first_line(str(error))}",
+            f"{first_line(error)}",
             where=f"{type(twin).__name__}{_last_line(twin, error)}",
             hint="example_inputs must be what the model is called with; its tensors are moved to the meta device, so "
             "code outside the layers must not read values (.item(), if tensor) or name another device",

@@ -40,9 +40,8 @@ def classify(graph: fx.Graph) -> fx.Graph:
         kind = kind_of(nodes)
         for node in (*nodes, write.result):
             about = info(node)
-            if (
-                about is not None and about.write == write.number
-            ):  # what is shared is named by its first block
+            # What blocks share is named by the first of them.
+            if about is not None and about.write == write.number:
                 update(node, kind=kind)
     return new
 
