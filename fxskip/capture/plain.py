@@ -90,10 +90,19 @@ _UNTOUCHED_HINT = (
 )
 
 
+class _Sealed(tuple[Tensor, ...]):
+    """Streams that only a layer may open: `x[-1]` of a model would be a stream here, and a token there."""
+
+    def _refuse(self, *arguments: Any) -> Any:
+        raise CaptureError("streams", "it opens the tuple of streams", hint=_UNTOUCHED_HINT)
+
+    __getitem__ = __iter__ = __len__ = __add__ = __mul__ = __contains__ = _refuse
+
+
 def _hand_on(layer: nn.Module, result: Any, count: int) -> None:
     def forward(stream: Any, *args: Any, **kwargs: Any) -> Any:
         first = result[0] if isinstance(result, tuple) else result
-        streams = first if count == 1 else tuple(torch.empty_like(first) for _ in range(count))
+        streams = first if count == 1 else _Sealed(torch.empty_like(first) for _ in range(count))
         return (streams, *result[1:]) if isinstance(result, tuple) else streams
 
     layer.__class__ = layer_class(layer)
