@@ -52,7 +52,13 @@ def capture_layers(
 
 
 def without_values(inputs: Inputs) -> Inputs:
-    """The inputs with their tensors on the meta device: shapes and dtypes alone."""
+    """The inputs with their tensors on the meta device: shapes and dtypes alone. CaptureError for what is no tuple."""
+    if not isinstance(inputs, tuple | list):
+        raise CaptureError(
+            "example_inputs",
+            f"found a {type(inputs).__name__}",
+            hint="give a tuple of the positional inputs: example_inputs=(ids,), with the comma",
+        )
     moved: Inputs = pytree.tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), inputs)
     return moved
 
