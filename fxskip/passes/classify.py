@@ -26,10 +26,20 @@ from fxskip.ir import (
 )
 
 _CHOICES = ("topk", "argmax", "sort", "argsort", "kthvalue", "multinomial")
-_SEQUENCE_MIXING = (
-    "conv1d", "selective_scan", "delta_rule", "linear_attn", "chunk_scan", "associative_scan",
-    "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "roll", "flip", "lstm", "gru", "rnn_",
-)  # fmt: skip
+_SEQUENCE_MIXING = ("conv1d", "selective_scan", "delta_rule", "linear_attn", "chunk_scan")
+_CUMULATIVE = (
+    "cumsum",
+    "cumprod",
+    "cummax",
+    "cummin",
+    "logcumsumexp",
+    "roll",
+    "flip",
+    "lstm",
+    "gru",
+    "associative_scan",
+)
+"""Operations along a sequence that a router also uses, to count tokens; in a block without one they mix tokens."""
 _SELECTIONS = ("select", "narrow", "index_select")
 
 
@@ -89,7 +99,7 @@ def _mixes_tokens(node: fx.Node, inside: set[fx.Node]) -> bool:
     The last dimension is a token's own. A product of two values that both depend on the stream is a linear attention
     that is written out; a projection multiplies with a parameter.
     """
-    if mixes_the_sequence(node):
+    if mixes_the_sequence(node) or op_name(node) in _CUMULATIVE:
         return True
     operands = [a for a in node.all_input_nodes if a in inside and is_tensor(a)]
     if is_matrix_product(node) and not is_leaf(node):
