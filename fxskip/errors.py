@@ -124,6 +124,11 @@ class CheckpointError(FxskipError):
     """A saved model is incomplete, inconsistent, or would load with another wiring."""
 
 
+def first_line(message: object) -> str:
+    """The first line that is not blank of another library's error, to quote it; "" where it says nothing."""
+    return next((line.strip() for line in str(message).splitlines() if line.strip()), "")
+
+
 def _without_init(kind: type[FxskipError], args: tuple[Any, ...]) -> FxskipError:
     return kind.__new__(kind, *args)
 

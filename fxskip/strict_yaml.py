@@ -214,11 +214,8 @@ class _Builder:
         else:
             try:
                 return self.scalars.construct_object(node)
-            except (
-                ValueError,
-                KeyError,
-                yaml.YAMLError,
-            ):  # thousands of digits; !!float or !!bool with a word
+            except (ValueError, KeyError, yaml.YAMLError):
+                # Thousands of digits; !!float or !!bool with a word.
                 self.report(line, place, f"{found} is no {tag} that can be held")
         return None
 

@@ -12,18 +12,29 @@ from torch import multiprocessing
 LIMIT_S = 120
 
 
-def run_ranks(body: Callable[[int], None], ranks: int, store: Path) -> None:
-    """Calls body(rank) in each process; an error or a hang names the rank, and no process is left behind."""
+def run_ranks(
+    body: Callable[[int], None],
+    ranks: int,
+    store: Path,
+    *,
+    limit_s: int = LIMIT_S,
+    begun: Callable[[], str] = lambda: "not known",
+) -> None:
+    """Calls body(rank) in each process; an error or a hang names the rank, and no process is left behind.
+
+    store    a file that does not exist yet, by which the processes find each other
+    begun    says, where they hang, what they had begun
+    """
     processes = multiprocessing.start_processes(
         one_rank, args=(body, ranks, str(store)), nprocs=ranks, join=False, start_method="spawn"
     )
     assert processes is not None
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + limit_s
     try:
         while not processes.join(timeout=1):  # raises, with the rank and its traceback, when one has failed
             if time.monotonic() > deadline:
                 alive = [rank for rank, process in enumerate(processes.processes) if process.is_alive()]
-                pytest.fail(f"ranks {alive} of {ranks} were not done after {LIMIT_S} s")
+                pytest.fail(f"ranks {alive} of {ranks} were not done after {limit_s} s; begun: {begun()}")
     finally:
         for process in processes.processes:
             process.kill()

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from fxskip.errors import CheckpointError, FxskipError, PassError, SpecError
+from fxskip.errors import CheckpointError, FxskipError, PassError, SpecError, first_line
 
 
 def test_an_error_says_who_what_where_and_what_to_write():
@@ -22,6 +22,11 @@ reroute: drops nothing
     assert (
         str(CheckpointError("doctor", "no spec", hint="save again")) == "doctor: no spec\n  hint   save again"
     )
+
+
+def test_errors_of_others_are_quoted_by_their_first_line():
+    assert first_line(ValueError("\n  no such kernel\nTraceback")) == "no such kernel"
+    assert first_line(AssertionError()) == ""
 
 
 @pytest.mark.parametrize(

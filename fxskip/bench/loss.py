@@ -1,9 +1,9 @@
-"""The distillation loss on one GPU, or on two under torchrun: errors, launch parameters, times and memory.
+"""The distillation loss on one GPU: errors, launch parameters, times and memory.
 
     fxskip bench loss --out loss.json
-    torchrun --nproc-per-node 2 -m fxskip bench loss --out loss-two-gpus.json
 
 Time is that of a forward and a backward. Every table has its floor, the bare matrix products, in it.
+Several GPUs (`--ranks`) are measured by `loss_ranks`.
 """
 
 import json

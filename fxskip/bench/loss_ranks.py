@@ -21,6 +21,7 @@ import torch.distributed as dist
 from fxskip.bench.loss_errors import relative
 from fxskip.bench.loss_inputs import FLOOR, Inputs, draw_inputs, three_products
 from fxskip.bench.measure import Work, elapsed_ms, environment, peak_gib
+from fxskip.errors import FxskipError, first_line
 from fxskip.loss import sparse_kl
 from fxskip.loss.sparse_baselines import dense_sparse_kl, forward_chunked_sparse_kl, full_chunked_sparse_kl
 from fxskip.loss.tails import Tail
@@ -56,7 +57,13 @@ def run_ranks(out: Path, ranks: int, tokens: list[int]) -> None:
     report: dict[str, Any] = {"vocabulary": VOCABULARY, "ranks": ranks, "rows": []}
     print(f"V={VOCABULARY} over {ranks} GPUs; peak is above the inputs, of the fuller rank", flush=True)
     report |= in_fresh_processes(agreement, ranks)
-    print(f"relative differences from one GPU: {report.get('agreement', report.get('failed'))}", flush=True)
+    if "failed" in report:
+        raise FxskipError(
+            "bench loss",
+            f"a small call on {ranks} GPUs failed: {report['failed']}",
+            hint="--ranks is at most the number of GPUs of this host, and they must reach each other through NCCL",
+        )
+    print(f"relative differences from one GPU: {report['agreement']}", flush=True)
     for count in tokens:
         for name in VARIANTS:
             row: dict[str, Any] = {"variant": name, "tokens": count}
@@ -111,7 +118,7 @@ def one_rank(rank: int, body: Body, ranks: int, store: str, results: Any) -> Non
         dist.destroy_process_group()
     except Exception as error:
         # Whatever it is: the parent must hear of it, or it would wait for its limit.
-        results.put({"failed": f"rank {rank}: {type(error).__name__}: {str(error).splitlines()[0][:160]}"})
+        results.put({"failed": f"rank {rank}: {type(error).__name__}: {first_line(error)[:160]}"})
         results.close()
         results.join_thread()
         os._exit(1)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fxskip.errors import first_line
 from fxskip.version import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -47,7 +48,7 @@ def measure(variants: Mapping[str, Work], *, rounds: int, warm_up: int = 2) -> d
                 work()
             peaks[name] = peak_gib(work)
         except Exception as error:  # the other variants' times are still worth having
-            failures[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+            failures[name] = f"{type(error).__name__}: {first_line(error)[:160]}"
             torch.cuda.empty_cache()
     order, shuffler = [name for name in variants if name not in failures], random.Random(0)
     for _ in range(rounds):
@@ -104,7 +105,7 @@ def profiled(work: Work) -> list[Any]:
 def environment() -> dict[str, Any]:
     device = torch.cuda.get_device_properties(0)
     return {
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "command": " ".join(["fxskip", *sys.argv[1:]]),  # sys.argv[0] says where it is installed
         "fxskip": __version__,
         "commit": git("rev-parse", "--short", "HEAD") or "not a checkout",
         "changed_since_commit": git("status", "--porcelain", "--", "fxskip").splitlines(),

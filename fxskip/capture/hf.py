@@ -6,9 +6,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fxskip.capture.region import first_line
 from fxskip.capture.twin import LayerCapture, capture_chain, meta_twin, require_own_class_forward
-from fxskip.errors import CaptureError
+from fxskip.errors import CaptureError, first_line
 
 BATCH, LENGTH = 2, 8
 """Sizes of the twin's input: any but 0 and 1, which Dynamo would treat as constants."""
@@ -23,8 +22,7 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
         raise CaptureError(
             "decoder_layers",
             f"{type(model).__name__} is no causal language model of transformers",
-            hint="pass a model made by AutoModelForCausalLM or AutoModelForImageTextToText; other modules are not "
-            "supported by this version",
+            hint="pass a model made by AutoModelForCausalLM or AutoModelForImageTextToText",
         )
     if model.config.is_encoder_decoder:
         raise CaptureError(
@@ -80,7 +78,7 @@ def _call(twin: PreTrainedModel) -> None:
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         raise CaptureError(
             "capture_layers",
-            f"the model's code around the decoder layers does not run without values: {first_line(str(error))}",
+            f"the model's code around the decoder layers does not run without values: {first_line(error)}",
             where=type(twin).__name__,
             hint="this architecture, or its configuration (quantisation, attention implementation), is not supported",
         ) from error

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxskip.capture.region import first_line
 from fxskip.capture.twin import (
     LayerCapture,
     capture_chain,
@@ -25,7 +24,7 @@ from fxskip.capture.twin import (
     meta_twin,
     require_own_class_forward,
 )
-from fxskip.errors import CaptureError, FxskipError
+from fxskip.errors import CaptureError, FxskipError, first_line
 from fxskip.leaves import assumed_results
 
 Inputs = tuple[Any, ...]
@@ -53,7 +52,13 @@ def capture_layers(
 
 
 def without_values(inputs: Inputs) -> Inputs:
-    """The inputs with their tensors on the meta device: shapes and dtypes alone."""
+    """The inputs with their tensors on the meta device: shapes and dtypes alone. CaptureError for what is no tuple."""
+    if not isinstance(inputs, tuple | list):
+        raise CaptureError(
+            "example_inputs",
+            f"found a {type(inputs).__name__}",
+            hint="give a tuple of the positional inputs: example_inputs=(ids,), with the comma",
+        )
     moved: Inputs = pytree.tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), inputs)
     return moved
 
@@ -91,10 +96,19 @@ _UNTOUCHED_HINT = (
 )
 
 
+class _Sealed(tuple[Tensor, ...]):
+    """Streams that only a layer may open: `x[-1]` of a model would be a stream here, and a token there."""
+
+    def _refuse(self, *arguments: Any) -> Any:
+        raise CaptureError("streams", "it opens the tuple of streams", hint=_UNTOUCHED_HINT)
+
+    __getitem__ = __iter__ = __len__ = __add__ = __mul__ = __contains__ = _refuse
+
+
 def _hand_on(layer: nn.Module, result: Any, count: int) -> None:
     def forward(stream: Any, *args: Any, **kwargs: Any) -> Any:
         first = result[0] if isinstance(result, tuple) else result
-        streams = first if count == 1 else tuple(torch.empty_like(first) for _ in range(count))
+        streams = first if count == 1 else _Sealed(torch.empty_like(first) for _ in range(count))
         return (streams, *result[1:]) if isinstance(result, tuple) else streams
 
     layer.__class__ = layer_class(layer)
@@ -112,7 +126,7 @@ def call(twin: nn.Module, inputs: Inputs) -> Any:
         raise CaptureError(
             "capture_layers",
             f"the model's code around its layers does not run without values: {type(error).__name__}: "
-            f"{first_line(str(error))}",
+            f"{first_line(error)}",
             where=f"{type(twin).__name__}{_last_line(twin, error)}",
             hint="example_inputs must be what the model is called with; its tensors are moved to the meta device, so "
             "code outside the layers must not read values (.item(), if tensor) or name another device",

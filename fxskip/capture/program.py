@@ -20,7 +20,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 from typing_extensions import TypeIs
 
-from fxskip.errors import CaptureError
+from fxskip.errors import CaptureError, first_line
 from fxskip.ir import (
     block_nodes,
     copy_graph,
@@ -79,7 +79,7 @@ def capture_program(module: fx.GraphModule, inputs: tuple[Any, ...]) -> ProgramC
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         raise CaptureError(
             "capture_program",
-            f"the program does not run with the example inputs: {str(error).strip().splitlines()[0]}",
+            f"the program does not run with the example inputs: {first_line(error)}",
             where=type(module).__name__,
             hint="give the positional inputs that it is called with: example_inputs=(ids,)",
         ) from error

@@ -23,7 +23,7 @@ from fxskip.capture.causes import cause
 from fxskip.capture.eager_branches import eager_branches
 from fxskip.capture.recorded_outputs import traceable_recording
 from fxskip.capture.selective_scan import whole_selective_scans
-from fxskip.errors import CaptureError, FxskipError
+from fxskip.errors import CaptureError, FxskipError, first_line
 from fxskip.ir import is_matrix_product, module_path, op_name, refuse_to_run, stream_in, stream_out
 
 Streams = tuple[Tensor, ...]
@@ -179,8 +179,7 @@ def _is_in(code: types.CodeType, frame: traceback.FrameSummary) -> bool:
 def _capture_error(layer: nn.Module, error: Exception) -> CaptureError:
     text = str(error)
     reason = (
-        ": ".join(filter(None, (first_line(text), first_line(str(error.__cause__ or "")))))
-        or type(error).__name__
+        ": ".join(filter(None, (first_line(text), first_line(error.__cause__ or "")))) or type(error).__name__
     )
     found = f"the layer cannot be captured as one graph: {reason}"
     hint = "rewrite the part named in the full message above so that torch.compile(fullgraph=True) accepts it"
@@ -205,8 +204,3 @@ def _place(layer: nn.Module, module: nn.Module | None, error: Exception) -> str 
         return line
     name = next(name for name, other in layer.named_modules() if other is module)
     return f"module {name} ({type(module).__name__}), {line}"
-
-
-def first_line(text: str) -> str:
-    """The first line of a long message that is not blank."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")

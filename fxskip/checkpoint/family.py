@@ -261,7 +261,8 @@ def wire(model: Any, record: WiringRecord) -> None:
             hint="restore config.json from a copy, or convert the original model again",
         )
     install(layers, regions, record.leaves, load_spec(record.spec).runtime)
-    keep_eager(model.get_decoder())
+    # Not get_decoder(): some causal language models return themselves.
+    keep_eager(model.get_submodule(next(iter(layers)).rsplit(".", 2)[0]))
 
 
 def base_class(model: Model) -> type[Model]:

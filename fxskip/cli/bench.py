@@ -44,6 +44,12 @@ def loss(
       fxskip bench loss --ranks 2 --out loss-two-gpus.json
     """
     if ranks > 1:
+        if part:
+            raise FxskipError(
+                "bench loss",
+                "--part is given with --ranks",
+                hint="the parts are of one GPU: give one of the two",
+            )
         from fxskip.bench.loss_ranks import TOKENS, run_ranks
 
         # Nothing here may ask for the GPUs: a process that has, cannot fork others that use them.

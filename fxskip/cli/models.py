@@ -10,7 +10,7 @@ from fxskip.checkpoint.auto_classes import loader
 from fxskip.checkpoint.stored_weights import read_headers
 from fxskip.cli.arguments import Dtype
 from fxskip.cli.output import note
-from fxskip.errors import CaptureError, CheckpointError, FxskipError
+from fxskip.errors import CaptureError, CheckpointError, FxskipError, first_line
 
 # Code that came with a model is never run; False also keeps transformers from asking on the terminal.
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
@@ -38,7 +38,7 @@ def checked_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise FxskipError("--device", f"{name!r}: {_first_line(error)}", hint="write cpu or cuda") from None
+        raise FxskipError("--device", f"{name!r}: {first_line(error)}", hint="write cpu or cuda") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = f"this PyTorch sees {torch.cuda.device_count()} CUDA devices"
         raise FxskipError("--device", f"{name!r}: {found}", hint="write cpu, or install PyTorch for CUDA")
@@ -79,7 +79,7 @@ def load_tokenizer(folder: Path) -> Any:
     except (OSError, ValueError) as error:
         raise CheckpointError(
             str(folder),
-            f"has no tokenizer that can be read: {_first_line(error)}",
+            f"has no tokenizer that can be read: {first_line(error)}",
             hint="copy the tokenizer's files there, or give data as .safetensors files of token ids",
         ) from error
 
@@ -110,10 +110,6 @@ def _require_all_weights(folder: Path, info: dict[str, Any]) -> None:
 def _unreadable(folder: Path, what: str, error: Exception) -> CheckpointError:
     return CheckpointError(
         str(folder),
-        f"{what} cannot be loaded: {type(error).__name__}: {_first_line(error)}",
+        f"{what} cannot be loaded: {type(error).__name__}: {first_line(error)}",
         hint="fxskip doctor looks at the folder in detail",
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]

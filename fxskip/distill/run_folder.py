@@ -19,7 +19,7 @@ import torch
 from fxskip.distill.files import write_text, write_whole
 from fxskip.distill.identity import differences
 from fxskip.distill.result import Result
-from fxskip.errors import CheckpointError
+from fxskip.errors import CheckpointError, first_line
 
 FORMAT = 1
 
@@ -117,10 +117,9 @@ class RunFolder:
         return content
 
     def _damaged(self, path: Path, error: Exception) -> CheckpointError:
-        first_line = str(error).split("\n", 1)[0]
         return CheckpointError(
             "distill",
-            f"{path.name} cannot be read: {type(error).__name__}: {first_line}",
+            f"{path.name} cannot be read: {type(error).__name__}: {first_line(error)}",
             where=str(path),
             hint="restore the file, or give another folder for out",
         )

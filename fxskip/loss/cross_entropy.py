@@ -95,4 +95,4 @@ def checked_labels(who: str, hidden: Tensor, labels: Any, vocabulary: int) -> Te
         raise FxskipError(
             who, f"labels[{at}] is {int(labels[at])}", hint=f"ids are 0 to {vocabulary - 1}, or -100"
         )
-    return (labels != -100).to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+    return (labels != -100).to(accumulation_dtype(hidden.dtype))

@@ -92,8 +92,8 @@ def hidden_kl_operator(
         require_weights(who, token_weight)
         operand_VD = operand(weight, hidden, implementation)
         # A head that both share is cast once.
-        is_shared = teacher_weight.data_ptr() == weight.data_ptr() and teacher_hidden.dtype == hidden.dtype
-        teacher_VD = operand_VD if is_shared else operand(teacher_weight, teacher_hidden, implementation)
+        is_cast = is_same(weight, teacher_weight) and teacher_hidden.dtype == hidden.dtype
+        teacher_VD = operand_VD if is_cast else operand(teacher_weight, teacher_hidden, implementation)
         target = OnlineTarget(
             Head(operand_VD, bias, scale, softcap, temperature),
             Head(teacher_VD, teacher_bias, scale, softcap, temperature),
@@ -126,6 +126,12 @@ def formed(
     counted_n = None if token_weight is None else token_weight.nonzero().flatten()
     problem = Problem(row_loss, hidden, operand_VD, counted_n, Wanted(*wanted), chunking, group)
     return as_results(form(problem), hidden, weight, bias)
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether both are the same numbers in the same memory; a transpose or a part begins there too."""
+    first, second = ((x.data_ptr(), x.shape, x.stride(), x.dtype) for x in (one, other))
+    return first == second
 
 
 def operand(weight: Tensor, hidden: Tensor, implementation: str) -> Tensor:

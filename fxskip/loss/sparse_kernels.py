@@ -35,7 +35,7 @@ def log2_of_sum(a2, b2):
 
 @triton.jit
 def coefficients(rest2, support2, cross, mass, TAIL: tl.constexpr):
-    """Loss of a row and the numbers that its gradient is made of; see `sparse_tails.coefficients`."""
+    """Loss of a row and the numbers that its gradient is made of; see `tails.coefficients`."""
     all2 = log2_of_sum(rest2, support2)
     per_mass = tl.where(mass > 0.0, 1.0 / mass, 0.0)
     log_mass = tl.log(tl.where(mass > 0.0, mass, 1.0))

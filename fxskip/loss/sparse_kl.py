@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxskip.loss.arguments import (
+    DEFAULT_CHUNK_TOKENS,
     as_scalar,
     checked_chunk,
     checked_denominator,
@@ -38,7 +39,7 @@ def sparse_kl(
     tail: Tail = "truncated",
     token_weight: Tensor | None = None,
     denominator: float | Tensor | None = None,
-    chunk_tokens: int = 4096,
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     accumulate: int = 2,
     vocabulary: int | None = None,
     group: dist.ProcessGroup | None = None,

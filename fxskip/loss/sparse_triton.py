@@ -53,9 +53,8 @@ class TritonRows:
     def __init__(self, target: SparseTarget, tuning: Tuning = Tuning()) -> None:
         self.target, self.tuning = target, tuning
         head = target.head
-        self.bias_V = (
-            head.weight_VD if head.bias_V is None else head.bias_V.contiguous()
-        )  # unread without a bias
+        # Without a bias any pointer will do: the kernels do not read it.
+        self.bias_V = head.weight_VD if head.bias_V is None else head.bias_V.contiguous()
         self.numbers = (head.scale, head.softcap or 1.0, 1.0 / head.temperature)
         self.flags = {"HAS_BIAS": head.bias_V is not None, "HAS_SOFTCAP": head.softcap is not None}
         width = target.teacher.ids.shape[1]

@@ -75,9 +75,8 @@ def ghost(sums: Sums, everything: Tensor) -> Coefficients:
     rest, _, cross, mass = sums
     has_rest = rest > -torch.inf
     tail = torch.where(has_rest, (1.0 - mass).clamp_min(0.0), 0.0)
-    log_rest = torch.where(
-        has_rest, rest - everything, 0.0
-    )  # log(1 - Q), from a sum and not from a difference
+    # log(1 - Q), from a sum and not from a difference
+    log_rest = torch.where(has_rest, rest - everything, 0.0)
     loss = cross + mass * everything + torch.xlogy(tail, tail) - tail * log_rest
     # Against the rest's own normaliser: 1 / (1 - Q) may overflow, 1 - Q cannot.
     rest_factor = (mass + tail) * log_rest.exp() - tail

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from fxskip.errors import PassError
@@ -23,8 +25,22 @@ from fxskip.ir import (
     writes,
 )
 
-_CHOICES = ("topk", "argmax")
+_CHOICES = ("topk", "argmax", "sort", "argsort", "kthvalue", "multinomial")
 _SEQUENCE_MIXING = ("conv1d", "selective_scan", "delta_rule", "linear_attn", "chunk_scan")
+_CUMULATIVE = (
+    "cumsum",
+    "cumprod",
+    "cummax",
+    "cummin",
+    "logcumsumexp",
+    "roll",
+    "flip",
+    "lstm",
+    "gru",
+    "associative_scan",
+)
+"""Operations along a sequence that a router also uses, to count tokens; in a block without one they mix tokens."""
+_SELECTIONS = ("select", "narrow", "index_select")
 
 
 def classify(graph: fx.Graph) -> fx.Graph:
@@ -40,9 +56,8 @@ def classify(graph: fx.Graph) -> fx.Graph:
         kind = kind_of(nodes)
         for node in (*nodes, write.result):
             about = info(node)
-            if (
-                about is not None and about.write == write.number
-            ):  # what is shared is named by its first block
+            # What blocks share is named by the first of them.
+            if about is not None and about.write == write.number:
                 update(node, kind=kind)
     return new
 
@@ -66,7 +81,7 @@ def kind_of(nodes: list[fx.Node]) -> str:
         return "attention"
     if routing:
         return "moe"
-    if any(map(mixes_the_sequence, nodes)):
+    if any(_mixes_tokens(n, set(nodes)) for n in nodes):
         return "mixer"
     _require_no_leaf(nodes)
     _require_known(nodes)
@@ -76,6 +91,35 @@ def kind_of(nodes: list[fx.Node]) -> str:
 def mixes_the_sequence(node: fx.Node) -> bool:
     """Whether the operation is one that recurrences over the sequence have, and attention has not."""
     return any(part in op_name(node) for part in _SEQUENCE_MIXING)
+
+
+def _mixes_tokens(node: fx.Node, inside: set[fx.Node]) -> bool:
+    """Whether the operation joins values of different tokens: by its name, by taking single ones, or as a product.
+
+    The last dimension is a token's own. A product of two values that both depend on the stream is a linear attention
+    that is written out; a projection multiplies with a parameter.
+    """
+    if mixes_the_sequence(node) or op_name(node) in _CUMULATIVE:
+        return True
+    operands = [a for a in node.all_input_nodes if a in inside and is_tensor(a)]
+    if is_matrix_product(node) and not is_leaf(node):
+        return len(operands) > 1
+    if op_name(node) == "getitem" and operands and operands[0] is node.args[0]:
+        return _takes_tokens(node.args[1], value(operands[0]).dim())
+    if op_name(node) in _SELECTIONS and operands and len(node.args) > 1 and isinstance(node.args[1], int):
+        return node.args[1] not in (-1, value(operands[0]).dim() - 1)
+    return False
+
+
+def _takes_tokens(index: Any, dim: int) -> bool:
+    """Whether indexing a tensor of `dim` dimensions takes a part of any but the last."""
+    parts = [part for part in (index if isinstance(index, tuple) else (index,)) if part is not None]
+    if Ellipsis in parts:
+        after = parts[parts.index(Ellipsis) + 1 :]
+        parts = parts[: parts.index(Ellipsis)] + after[:-1]
+    elif len(parts) == dim:
+        parts = parts[:-1]
+    return any(part != slice(None) for part in parts)
 
 
 def _require_no_leaf(nodes: list[fx.Node]) -> None:
@@ -117,13 +161,20 @@ def routing_nodes(nodes: list[fx.Node]) -> list[fx.Node]:
 
     A top-k that selects the keys of a sparse attention is none: attention depends on it.
     """
-    candidates = [n for n in nodes if op_name(n) in _CHOICES or "grouped_mm" in op_name(n) or _is_moe(n)]
+    candidates = [n for n in nodes if _is_choice(n) or "grouped_mm" in op_name(n) or _is_moe(n)]
     if not candidates:
         return []
     inside = set(nodes)
     edges = {n: s & inside for n, s in dataflow(nodes[0].graph).items()}
     attention = {n for n in nodes if _is_attention(n, nodes)}
     return [n for n in candidates if not reachable([n], edges) & attention]
+
+
+def _is_choice(node: fx.Node) -> bool:
+    """Whether the operation chooses among values, for their indices: a maximum alone chooses none."""
+    if op_name(node) == "max":
+        return any(op_name(user) == "getitem" and user.args[1] == 1 for user in node.users)
+    return op_name(node) in _CHOICES
 
 
 def _is_moe(node: fx.Node) -> bool:

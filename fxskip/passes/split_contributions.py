@@ -112,10 +112,14 @@ def inseparable_reason(graph: fx.Graph, write: Write) -> str:
 
 
 def _routed(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
-    """The nodes of a sub-block whose value depends on the routing, also through memory that is written in place."""
+    """The nodes of a sub-block that depend on the routed experts, also through memory that is written in place."""
     edges = dataflow(graph)
     written = writers(graph)
-    found = reachable(routing_nodes([n for n in graph.nodes if n in nodes]), edges)
+    routing = routing_nodes([n for n in graph.nodes if n in nodes])
+    # Where the experts' products are seen, what only the choice of experts weighs waits for no exchange: a shared
+    # expert whose weight is normalised together with theirs.
+    experts = [n for n in routing if "grouped_mm" in op_name(n) or is_leaf(n)]
+    found = reachable(experts or routing, edges)
     while True:
         memories = {memory for memory, by in written.items() if any(n in found for n in by)}
         more = {n for n in nodes if storage(n) in memories} - found

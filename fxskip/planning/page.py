@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from fxskip.planning.legend import SIGNS, TERMS, legend
 from fxskip.planning.markup import document, element
@@ -137,9 +137,8 @@ def _refused(plan: Plan) -> Iterator[ET.Element]:
 
 
 def _table(plan: Plan) -> ET.Element:
-    names = _COLUMNS
-    rows = [_row(plan, number, names) for number in range(len(plan.blocks))]
-    heads = [element("th", name, scope="col") for name in names]
+    rows = [_row(plan, number) for number in range(len(plan.blocks))]
+    heads = [element("th", name, scope="col") for name in _COLUMNS]
     for head in heads[-_NUMBERS:]:
         head.set("class", "number")
     context = f"attention at {plan.deployment.context:,} tokens of causal context"
@@ -148,7 +147,7 @@ def _table(plan: Plan) -> ET.Element:
     return element("section", element("h2", "Sub-blocks"), table)
 
 
-def _row(plan: Plan, number: int, names: Sequence[str]) -> ET.Element:
+def _row(plan: Plan, number: int) -> ET.Element:
     block = plan.blocks[number]
     reads = element("span", block.reads, class_="rewired" if block.without else "plain")
     why = [element("small", block.refused)] if block.refused else []
@@ -163,7 +162,7 @@ def _row(plan: Plan, number: int, names: Sequence[str]) -> ET.Element:
         element("td", short(block.activation_bytes, "B"), class_="number"),
         element("td", whole(block.est_us, ","), class_="number"),
     )
-    for name, cell in zip(names, cells, strict=True):
+    for name, cell in zip(_COLUMNS, cells, strict=True):
         cell.set("data-name", name)  # shown before the cell on a narrow screen
     return element("tr", *cells, data_block=block.path)
 

@@ -10,7 +10,7 @@ from torch import nn
 from fxskip.planning.words import short_path
 from fxskip.wiring import SubBlock
 
-EXPERTS = 3
+STACK_DIMENSIONS = 3
 """Dimensions of a parameter that holds a matrix for each expert: [experts, out, in]."""
 
 
@@ -77,7 +77,7 @@ def trainable_parameters(model: nn.Module, blocks: Sequence[SubBlock]) -> Traina
 def _row(name: str, block: SubBlock | None, named: dict[str, nn.Parameter]) -> TrainableBlock:
     path = f"{block.path}." if block else ""
     training = {key: p for key, p in named.items() if p.requires_grad}
-    experts = [key for key, p in named.items() if p.ndim == EXPERTS and not p.requires_grad]
+    experts = [key for key, p in named.items() if p.ndim == STACK_DIMENSIONS and not p.requires_grad]
     return TrainableBlock(
         name,
         trainable=sum(p.numel() for p in training.values()),

@@ -1,4 +1,4 @@
-"""How the page says things: names of kinds and addends, and spans of layers."""
+"""How page and text say things: names, numbers with units, what is not known."""
 
 from __future__ import annotations
 

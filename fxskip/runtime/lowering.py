@@ -9,8 +9,7 @@ import torch._dynamo
 import torch._inductor.config
 from torch import fx
 
-from fxskip.capture.region import first_line
-from fxskip.errors import FxskipError, PassError
+from fxskip.errors import FxskipError, PassError, first_line
 
 
 def lowered(lower: str, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -33,6 +32,6 @@ def lowered(lower: str, module: fx.GraphModule, example_inputs: Sequence[Any]) -
     except Exception as error:  # a compiler may raise anything
         raise PassError(
             "runtime.lower",
-            f"{lower} cannot compile the rewired layer: {type(error).__name__}: {first_line(str(error))}",
+            f"{lower} cannot compile the rewired layer: {type(error).__name__}: {first_line(error)}",
             hint="runtime: {lower: none} runs the layer without a compiler",
         ) from error

@@ -83,9 +83,15 @@ def _refuse_reentrant(layer: nn.Module) -> None:
     function = getattr(layer, "_gradient_checkpointing_func", None)
     # torch's own default is the reentrant form, so only a plain False will do.
     if not isinstance(function, partial) or function.keywords.get("use_reentrant") is not False:
-        raise PassError(
-            "gradient checkpointing",
-            "reentrant checkpointing loses the gradient of streams that cross a layer's border",
-            where=type(layer).__name__,
-            hint='model.gradient_checkpointing_enable({"use_reentrant": False})',
-        )
+        raise reentrant_refusal(layer)
+
+
+def reentrant_refusal(layer: nn.Module) -> PassError:
+    """The error for a layer that is called inside a reentrant checkpoint."""
+    return PassError(
+        "gradient checkpointing",
+        "reentrant checkpointing loses the gradient of streams that cross a layer's border",
+        where=type(layer).__name__,
+        hint='model.gradient_checkpointing_enable({"use_reentrant": False}), or '
+        "torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)",
+    )

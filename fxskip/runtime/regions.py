@@ -23,7 +23,7 @@ from fxskip.leaves import make_leaf, running
 from fxskip.pipeline import rewire
 from fxskip.runtime.layer_cache import layer_caches, on_device, uses_one_part
 from fxskip.runtime.lowering import lowered
-from fxskip.runtime.recompute import recomputed, recomputes
+from fxskip.runtime.recompute import recomputed, recomputes, reentrant_refusal
 from fxskip.spec import Runtime
 from fxskip.wiring import RegionWiring
 
@@ -35,7 +35,7 @@ def _not_compiled_by_others(method: Method) -> Method:
 
     What lies around the layers is compiled, the regions run as they are; fullgraph=True fails.
     """
-    disabled = torch.compiler.disable(method, recursive=False, reason="fxskip captures its layers itself")
+    disabled = torch.compiler.disable(method, reason="fxskip captures its layers itself")
     return cast(Method, disabled)
 
 
@@ -156,11 +156,5 @@ def _refuse_reentrant_checkpointing(wiring: RegionWiring, layer: nn.Module) -> N
     while frame is not None:
         # torch, DeepSpeed and Megatron call it so; it runs the layer without gradients, inside an autograd function.
         if frame.f_code.co_qualname == "CheckpointFunction.forward":
-            raise PassError(
-                "gradient checkpointing",
-                "reentrant checkpointing loses the gradient of streams that cross a layer's border",
-                where=type(layer).__name__,
-                hint='model.gradient_checkpointing_enable({"use_reentrant": False}), or '
-                "torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)",
-            )
+            raise reentrant_refusal(layer)
         frame = frame.f_back

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxskip.ir import block_nodes, dataflow, info, op_name, reachable, value, writes
+from fxskip.ir import Write, block_nodes, dataflow, info, op_name, reachable, value, writes
 from fxskip.schedule.operations import UNKNOWN, Setting, Work, heads_of, work_of
 from fxskip.schedule.parts import Held, has_scan, parts_of, routing_of
 from fxskip.schedule.sizes import hint, total
@@ -101,22 +101,21 @@ def graph_costs(graph: fx.Graph, *, keys: float, held: Held) -> tuple[Costs, ...
     `keys`: how many keys a query meets on average, see `attention_span`.
     """
     counted: set[Hashable] = set()
-    return tuple(_block_costs(graph, w.number, keys, held, counted) for w in writes(graph))
+    return tuple(_block_costs(graph, w, keys, held, counted) for w in writes(graph))
 
 
-def _block_costs(graph: fx.Graph, number: int, keys: float, held: Held, counted: set[Hashable]) -> Costs:
-    write = writes(graph)[number - 1]
+def _block_costs(graph: fx.Graph, write: Write, keys: float, held: Held, counted: set[Hashable]) -> Costs:
     about = info(write.result)
     assert about is not None
     size = [hint(s) for s in value(write.anchor).shape]
-    nodes = list(block_nodes(graph, number))
+    nodes = list(block_nodes(graph, write.number))
     # A stream of two dimensions is one sequence; more than three are several streams side by side.
     tokens, length = (size[0] * size[1], size[1]) if len(size) > 2 else (size[0], size[0])
     routing = routing_of(nodes, about.kind, tokens, held)
     parts = parts_of(nodes, about.kind, routing, held)
     selects = about.kind == "attention" and any(op_name(n) == "topk" for n in nodes)
     setting = Setting(tokens, length, None if selects else keys, routing, held)
-    own = [n for n in nodes if (mine := info(n)) is not None and mine.write == number]
+    own = [n for n in nodes if (mine := info(n)) is not None and mine.write == write.number]
     work: dict[str, list[Work]] = {name: [] for name in dict.fromkeys(parts.values())}
     if has_scan(nodes):  # its products alone would tell too little, and padded to a chunk they are too many
         work["scan"] = [UNKNOWN]

@@ -1,11 +1,3 @@
-from collections.abc import Iterator
+from tests.captures import forget_captures
 
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True, scope="module")
-def forget_captures() -> Iterator[None]:
-    """Captures would otherwise stay in memory, and be tried first, in all later modules of the process."""
-    yield
-    torch._dynamo.reset()
+__all__ = ["forget_captures"]

@@ -22,6 +22,12 @@ def test_without_a_gpu(capsys, tmp_path):
     assert not (tmp_path / "loss.json").exists()
 
 
+def test_parts_of_one_gpu_are_not_asked_of_several(capsys, tmp_path):
+    assert run("bench", "loss", "--ranks", 2, "--part", "errors", "--out", tmp_path / "loss.json") == 2
+    assert "--part is given with --ranks" in capsys.readouterr().err
+    assert not (tmp_path / "loss.json").exists()
+
+
 def test_plot(tmp_path):
     report = tmp_path / "report.json"
     report.write_text(json.dumps({"vocabulary": 131072, "ranks": 2, "gpu": "H200", "rows": ROWS}))

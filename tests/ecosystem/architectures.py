@@ -179,6 +179,7 @@ OWN: dict[str, dict[str, Any]] = {
         "encoder_sparse_step": 2, "decoder_sparse_step": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
     },
     "qwen3_omni_moe": {"enable_audio_output": False},  # the default config of the speaking half builds no model
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 5},  # generate asks for it, and the default config has none
     "qwen3_next": LINEAR_THEN_FULL,
     "qwen4_exp_text": LINEAR_THEN_INDEXED | {
         "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,

@@ -121,9 +121,8 @@ def _parallel_blocks(layer: nn.Module) -> tuple[Block, ...]:
 
 
 def _experts_in(layer: nn.Module, feed_forward: str) -> tuple[str, ...]:
-    if _has(
-        layer, f"{feed_forward}.output_linear"
-    ):  # jetmoe: no module of experts, and a bias that is theirs
+    # jetmoe: no module of experts, and a bias that is theirs
+    if _has(layer, f"{feed_forward}.output_linear"):
         return (feed_forward,)
     names = [f"{feed_forward}.{name}" for name in _EXPERTS if _has(layer, f"{feed_forward}.{name}")]
     return tuple(names[:1])

@@ -147,6 +147,14 @@ def test_without_a_counted_token_loss_and_gradients_are_zero(tokens):
     assert all(leaf.grad is not None and not leaf.grad.any() for leaf in case.student)
 
 
+def test_a_head_that_is_the_transpose_of_the_other_is_another_head():
+    case = Case(width=8, vocabulary=8)
+    case.teacher_hidden, case.teacher_weight = torch.randn(13, 8), case.student_weight.detach().T
+    assert case.teacher_weight.data_ptr() == case.student_weight.data_ptr()
+    loss = hidden_kl(*case.arguments)
+    torch.testing.assert_close(loss.double(), case.expected()[0].double(), rtol=1e-5, atol=1e-6)
+
+
 def test_rows_of_weight_zero_may_hold_nan():
     case = Case()
     weight = torch.ones(13)

@@ -310,7 +310,6 @@ def test_compiled_checkpointed_and_under_autocast():
         checkpoint(doubled, *case.leaves, use_reentrant=False),
         checkpoint(doubled, *case.leaves, use_reentrant=True),
     ):
-        got = [loss.detach(), *(leaf.grad for leaf in case.leaves)]
         loss.backward()
         got = [loss.detach(), *(leaf.grad for leaf in case.leaves)]
         assert all(torch.equal(a, 2 * b) for a, b in zip(got, expected, strict=True))

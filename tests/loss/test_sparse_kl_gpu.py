@@ -111,9 +111,8 @@ def test_equal_bits_and_no_growth_with_the_number_of_chunks():
             loss = sparse_kl(*leaves, ids, logp, chunk_tokens=chunk_tokens, accumulate=1)
             runs.append(torch.autograd.grad(loss, leaves))
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-        assert (
-            relative_error(runs[0][1], right) < 3e-3
-        )  # roundings of logits, of their gradient, of the result
+        # Roundings of logits, of their gradient, of the result.
+        assert relative_error(runs[0][1], right) < 3e-3
 
 
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32])

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from fxskip.errors import PassError
 from fxskip.ir import info, show, writes
 from fxskip.passes.classify import classify
 from fxskip.passes.find_stream import find_stream
+from fxskip.passes.functionalise import functionalise
 from tests.passes.graphs import (
     Body,
     attention,
@@ -152,10 +155,65 @@ def test_attention_and_experts_in_one_sub_block() -> None:
 
 
 def test_a_block_that_reads_an_argument_of_the_call_is_not_called_dense() -> None:
-    """A linear attention without a convolution, say: it has no operation that names it, but it reads a mask."""
+    """No operation names what it is, but it reads a mask: an MLP would not."""
 
     def layer(x: Tensor, *, mask: Tensor) -> Tensor:
-        return x + norm(x).cumsum(1) * mask
+        return x + norm(x).relu() * mask
 
     with pytest.raises(PassError, match="cannot tell what this sub-block is"):
         classify(find_stream(capture(layer, mask=torch.ones(2, 3, 4))))
+
+
+# --- what mixes tokens is no dense block -----------------------------------------------------------
+
+
+def cumulative(x: Tensor) -> Tensor:
+    return x.cumsum(1)
+
+
+def token_by_token(x: Tensor) -> Tensor:
+    state, out = torch.zeros_like(x[:, 0]), []
+    for index in range(3):
+        state = 0.5 * state + x[:, index]
+        out.append(state)
+    return torch.stack(out, 1)
+
+
+def shifted(x: Tensor) -> Tensor:
+    return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+
+
+def linear_attention(x: Tensor) -> Tensor:
+    return x @ (x.transpose(1, 2) @ x)
+
+
+@pytest.mark.parametrize("mixer", [cumulative, token_by_token, shifted, linear_attention])
+def test_a_block_that_joins_tokens_is_a_mixer(mixer: Callable[[Tensor], Tensor]) -> None:
+    graph = classify(find_stream(functionalise(capture(lambda x: x + mixer(norm(x))))))
+    assert [info(write.result).kind for write in writes(graph)] == ["mixer"]
+
+
+def gated(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * b.sigmoid(), x[..., :2]], -1)
+
+
+def test_a_block_that_splits_each_token_is_dense() -> None:
+    graph = classify(find_stream(capture(lambda x: x + gated(norm(x)))))
+    assert [info(write.result).kind for write in writes(graph)] == ["dense"]
+
+
+def by_sorting(x: Tensor) -> Tensor:
+    values, order = x.sort(-1, descending=True)
+    return x * values[..., :1]
+
+
+def by_maximum(x: Tensor) -> Tensor:
+    values, chosen = x.max(-1, keepdim=True)
+    return x * values * chosen
+
+
+@pytest.mark.parametrize("experts", [by_sorting, by_maximum])
+def test_experts_may_be_chosen_without_a_top_k(experts: Callable[[Tensor], Tensor]) -> None:
+    graph = classify(find_stream(capture(lambda x: x + experts(norm(x)))))
+    assert [info(write.result).kind for write in writes(graph)] == ["moe"]

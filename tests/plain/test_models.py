@@ -14,7 +14,7 @@ from fxskip.leaves import Leaf
 from fxskip.runtime.regions import Region
 from tests.plain import shapes
 from tests.plain.formulas import WIRINGS, rewired
-from tests.plain.models import Args, Block, Model, SkippingMoE, Transformer
+from tests.plain.models import Args, Block, IndexAddMoE, Model, SkippingMoE, Transformer
 from tests.plain.test_rewiring import ids
 from tests.transform.compare import assert_equal_tensors
 from tests.zoo import tiny
@@ -102,10 +102,7 @@ def test_example_inputs_are_for_plain_models_and_needed_there(call: Any) -> None
         call(tiny("mixtral", layers=1), "farskip", example_inputs=INPUTS)
 
 
-def test_captured_programs_are_refused() -> None:
-    linear = nn.Sequential(nn.Linear(2, 2))
-    for program in (torch.fx.symbolic_trace(linear), torch.export.export(linear, (torch.ones(1, 2),))):
-        assert "is a captured program" in refusal(program)
+def test_what_is_no_model_is_refused() -> None:
     assert "int is no model" in refusal(3)
 
 
@@ -178,3 +175,35 @@ def test_a_replaced_layer_is_noticed(student: Any) -> None:
     twin.layers[1] = Block(SkippingMoE())
     with pytest.raises(fxskip.CheckpointError, match="not wired as the model's record says"):
         fxskip.explain(twin)
+
+
+def test_a_model_that_indexes_what_a_layer_returned() -> None:
+    """`x[-1]` is the last row of a batch in the original, and would be the last stream of a rewired model."""
+
+    class Peeks(Model):
+        def forward(self, ids: Tensor) -> Tensor:
+            x, extra = self.embed(ids), 0.0
+            for layer in self.layers:
+                x = layer(x)
+                extra = extra + x[-1].mean()
+            return self.head(self.norm(x)) + extra
+
+    with pytest.raises(
+        fxskip.CaptureError, match=r"does more with a layer's output[\s\S]*opens the tuple of streams"
+    ):
+        fxskip.transform(Peeks(layers=2), "farskip", example_inputs=INPUTS)
+
+
+def test_dropout_around_the_experts_sum_is_found_before_training() -> None:
+    """In eval mode it does nothing, but the plan is made for training too: nothing can be told apart behind it."""
+
+    class Drops(IndexAddMoE):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.dropout(super().forward(x), 0.1, self.training)
+
+    original = Model(Drops, layers=2)
+    with pytest.raises(fxskip.PassError, match="cannot be told apart"):
+        fxskip.transform(original, "farskip", example_inputs=INPUTS)
+    student = fxskip.transform(original, "farskip-moe", example_inputs=INPUTS).train()
+    student(INPUTS[0]).sum().backward()
+    assert all(p.grad is not None for p in student.parameters())

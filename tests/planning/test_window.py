@@ -62,9 +62,8 @@ def test_farskip_hides_all_but_the_last_combine_where_equation_9_holds():
 
 
 def test_half_of_farskip_hides_one_half():
-    assert (
-        by_layer("farskip-moe", model(shared=False)) == [60] * LAYERS
-    )  # the dispatch, under its own attention
+    # The dispatch, under its own attention.
+    assert by_layer("farskip-moe", model(shared=False)) == [60] * LAYERS
     assert by_layer("farskip-attention", model(shared=False)) == [60] * (LAYERS - 1) + [120]
 
 

@@ -137,9 +137,8 @@ def test_tensor_parallelism_reduces_each_output_and_gathers_the_routed_one():
     (reduced,) = transfers("attention", ATTENTION, both)
     assert (reduced.name, reduced.domain_bytes) == ("all-reduce", 2 * 3 / 4 * TOKENS * D * 2)
     dispatch, combine, shared = transfers("moe", MOE, both)
-    assert (
-        dispatch.domain_bytes == TOKENS / 4 * CHOSEN * D * 2 * 7 / 8
-    )  # each rank sends its quarter of the tokens
+    # Each rank sends its quarter of the tokens.
+    assert dispatch.domain_bytes == TOKENS / 4 * CHOSEN * D * 2 * 7 / 8
     assert combine.domain_bytes == dispatch.domain_bytes + TOKENS * D * 2 * 3 / 4
     assert (shared.name, shared.domain_bytes) == (reduced.name, reduced.domain_bytes)
     assert by_name(work(MOE, both))["routed"].flops == TOKENS / 4 * ROUTED.flops_per_token

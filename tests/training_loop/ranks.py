@@ -1,13 +1,13 @@
 """Run checks on two processes over gloo. An error or a hang names the rank and the check."""
 
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+
+from tests.ranks import run_ranks
 
 RANKS = 2
 
@@ -17,26 +17,11 @@ Check = Callable[[int, Path], None]
 
 def run_on_ranks(checks: Sequence[Check], folder: Path, *, limit_s: int) -> None:
     """Start the processes once, for the imports take longest, and run all checks in each, one after the other."""
-    processes = multiprocessing.start_processes(
-        _rank, args=(tuple(checks), folder), nprocs=RANKS, join=False, start_method="spawn"
-    )
-    assert processes is not None
-    deadline = time.monotonic() + limit_s
-    try:
-        while not processes.join(timeout=1):  # raises, with the rank and its traceback, when one has failed
-            if time.monotonic() > deadline:
-                alive = [rank for rank, process in enumerate(processes.processes) if process.is_alive()]
-                pytest.fail(
-                    f"ranks {alive} of {RANKS} were not done after {limit_s} s; begun: {_begun(folder)}"
-                )
-    finally:
-        for process in processes.processes:
-            process.kill()
+    body = partial(_run_checks, tuple(checks), folder)
+    run_ranks(body, RANKS, folder / "store", limit_s=limit_s, begun=partial(_begun, folder))
 
 
-def _rank(rank: int, checks: Sequence[Check], folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=RANKS)
+def _run_checks(checks: Sequence[Check], folder: Path, rank: int) -> None:
     for check in checks:
         (folder / f"rank{rank}").write_text(check.__name__)
         torch._dynamo.reset()
@@ -46,8 +31,8 @@ def _rank(rank: int, checks: Sequence[Check], folder: Path) -> None:
             error.add_note(f"in the check {check.__name__!r} on rank {rank}")
             raise
         dist.barrier()
-    dist.destroy_process_group()
 
 
 def _begun(folder: Path) -> str:
+    """The check that each rank began last."""
     return ", ".join(f"{file.name}: {file.read_text()}" for file in sorted(folder.glob("rank*")))

@@ -157,8 +157,8 @@ def test_the_finished_graph_says_causal(monkeypatch: pytest.MonkeyPatch) -> None
     finished: list[fx.Graph] = []
     rewire = regions.rewire
 
-    def recorded(*arguments: Any) -> fx.Graph:
-        finished.append(rewire(*arguments))
+    def recorded(*arguments: Any, **options: Any) -> fx.Graph:
+        finished.append(rewire(*arguments, **options))
         return finished[-1]
 
     monkeypatch.setattr(regions, "rewire", recorded)
