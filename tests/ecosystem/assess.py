@@ -106,7 +106,7 @@ def _or_error(check: Callable[..., str], *arguments: object) -> str:
 def _reason(error: fxskip.FxskipError) -> str:
     """The error in one line, with the paths of transformers' files as they are in every installation."""
     line = f"{error.who}: {error.found}" + (f" ({error.where.splitlines()[0]})" if error.where else "")
-    return re.sub(r'File "[^"]*/site-packages/', 'File "', line)
+    return re.sub(r'File "[^"]*/transformers/', 'File "transformers/', line)
 
 
 def _student(model: PreTrainedModel, spec: str) -> PreTrainedModel | fxskip.PassError:
