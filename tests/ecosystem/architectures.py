@@ -75,8 +75,9 @@ COMMON: dict[str, Any] = {
     "linear_num_heads": 4, "linear_head_dim": 16,
     "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_num_heads": 4, "mamba_head_dim": 32,
     "ssm_state_size": 16, "mamba_n_groups": 1, "n_groups": 1,
-    "chunk_size": 8, "mamba_chunk_size": 8, "index_topk": 8, "index_n_heads": 8, "index_head_dim": 16,
+    "chunk_size": 8, "mamba_chunk_size": 8,
     # With fewer heads a sparse attention's indexer gives many keys the score 0, and which it takes is chance.
+    "index_topk": 8, "index_n_heads": 8, "index_head_dim": 16,
     "max_position_embeddings": 128, "max_seq_len": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 """Field values for a tiny language model, under every name that some config has for them."""
