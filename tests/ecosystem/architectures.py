@@ -187,7 +187,10 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "sarvam_mla": LATENT | {"head_dim": 8},
     "step3p5": SLIDING | DENSE_THEN_SPARSE,
-    "switch_transformers": {"d_kv": 16, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2},
+    "switch_transformers": {
+        "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """What fxskip makes of one architecture: a row of docs/coverage.md."""
 
 import functools
+import re
 import tempfile
 import time
 from collections import Counter
@@ -103,7 +104,9 @@ def _or_error(check: Callable[..., str], *arguments: object) -> str:
 
 
 def _reason(error: fxskip.FxskipError) -> str:
-    return f"{error.who}: {error.found}" + (f" ({error.where.splitlines()[0]})" if error.where else "")
+    """The error in one line, with the paths of transformers' files as they are in every installation."""
+    line = f"{error.who}: {error.found}" + (f" ({error.where.splitlines()[0]})" if error.where else "")
+    return re.sub(r'File "[^"]*/site-packages/', 'File "', line)
 
 
 def _student(model: PreTrainedModel, spec: str) -> PreTrainedModel | fxskip.PassError:

@@ -60,8 +60,8 @@ def test_the_summary_counts_the_rows():
 
 
 def test_what_must_work_works():
-    wrong = {t: PAGE[t].refused or "absent" for t in MUST_WORK if t not in PAGE or PAGE[t].refused}
-    assert not wrong
+    assert not set(MUST_WORK) - set(PAGE)
+    assert not {t: PAGE[t].refused for t in MUST_WORK if PAGE[t].refused}
 
 
 def test_each_refusal_is_the_right_one():
@@ -78,8 +78,11 @@ def test_what_only_whole_writes_can_be_left_out_of_is_known():
 
 
 def test_tiny_models_are_tiny_and_have_experts():
+    large, without = [], []
     for model_type in TYPES:
         model = tiny(model_type)
-        names = [name for name, _ in model.named_modules()]
-        assert model.num_parameters() < LARGEST, model_type
-        assert any("expert" in name or "router" in name or "mlp.gate" in name for name in names), model_type
+        if model.num_parameters() > LARGEST:
+            large.append(model_type)
+        if not any("expert" in name or "router" in name for name, _ in model.named_modules()):
+            without.append(model_type)
+    assert (large, without) == ([], [])
