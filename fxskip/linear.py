@@ -40,7 +40,7 @@ def linear_operand(node: fx.Node, varying: Container[fx.Node]) -> fx.Node | None
     if name in VIEWS and is_first and result.dtype == value(operand).dtype:
         return operand
     is_scale = name in PRODUCTS or (name in QUOTIENTS and is_first)
-    is_whole = result.dim() == value(operand).dim() and result.shape[-1] == value(operand).shape[-1]
+    is_whole = result.dim() == value(operand).dim() and result.shape[-1:] == value(operand).shape[-1:]
     return operand if is_scale and is_whole and len(node.args) == 2 else None
 
 

@@ -37,7 +37,7 @@ from fxskip.ir import (
     writers,
     writes,
 )
-from fxskip.linear import PRODUCTS, QUOTIENTS, linear_operand
+from fxskip.linear import CASTS, PRODUCTS, QUOTIENTS, linear_operand
 from fxskip.passes.classify import routing_nodes
 
 _ADDS = ("add", "index_add", "index_put", "scatter_add", "scatter_reduce")
@@ -105,7 +105,7 @@ def inseparable_reason(graph: fx.Graph, write: Write) -> str:
             plain
             and len(plain) < len(wide)
             and not is_matrix_product(node)
-            and op_name(node) not in PRODUCTS | QUOTIENTS
+            and op_name(node) not in PRODUCTS | QUOTIENTS | CASTS
         ):
             return f"{op_name(node)} ({node.name!r}) joins {plain[0].name!r} with the routed experts' output"
     return ""
