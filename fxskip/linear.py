@@ -72,8 +72,6 @@ def _only_varying(node: fx.Node, varying: Container[fx.Node]) -> fx.Node | None:
 
 
 def _drops_nothing(node: fx.Node) -> bool:
-    named = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | dict(node.kwargs)
-    return named.get("p", 0.5) in (
-        0,
-        0.0,
-    )  # not where it is off in eval mode alone: training must find the same
+    """Whether a dropout's rate is 0. Being off in eval mode is not enough: training must find the same addends."""
+    rate = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+    return rate == 0

@@ -101,7 +101,7 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, *, in_place: bo
 
 @torch.library.custom_op("fxskip::scaled_copy", mutates_args=())
 def scaled_copy(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """One pass without a temporary. PyTorch's own kernel for a product in another dtype takes four times as long."""
+    """`gradient * factor` in another dtype, in one pass without a temporary."""
     result = torch.empty_like(gradient, dtype=dtype)
     if gradient.is_cuda and obstacle_to_triton(gradient, 1.0) is None:
         from fxskip.loss.row_kernels import scale_into

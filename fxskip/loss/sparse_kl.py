@@ -65,14 +65,14 @@ def sparse_kl(
     denominator     default: the sum of token_weight (N without weights). Over micro-batches or ranks give the
                     global count. Without a counted token the loss is 0 and so are the gradients
     chunk_tokens    logits exist for at most this many tokens at a time ...
-    accumulate      ... and for this many chunks, whose part of d weight is one product. 2 is fastest, 1 leanest
+    accumulate      ... and for this many chunks, whose part of d weight is one product; 1 takes the least memory
     vocabulary      number of tokens, where `weight` has more rows: those after them are padding, out of the
                     normaliser and without gradient. Default: all rows
     group           each rank holds consecutive rows of the head in rank order, and the same hidden states and
                     teacher. Loss and d hidden are those of the whole vocabulary, the same on all ranks; the parts
                     of d hidden are added up in the dtype of `hidden`
     logits_dtype    "triton" only: torch.float32 keeps the logits of bfloat16 inputs in float32, for twice the memory
-                    of a chunk and some 5 % of time. Worth it where the student is close to the teacher: rounding
+                    of a chunk and more time. Worth it where the student is close to the teacher: rounding
                     logits to bfloat16 adds an error of about a hundredth to q, and q - p is not larger there
     implementation  "triton": CUDA, bfloat16 or float32. "torch": anywhere; logits in float32. "auto": "triton" on
                     CUDA, with a warning where that cannot run, else "torch"

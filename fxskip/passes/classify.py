@@ -81,7 +81,8 @@ def kind_of(nodes: list[fx.Node]) -> str:
         return "attention"
     if routing:
         return "moe"
-    if any(_mixes_tokens(n, set(nodes)) for n in nodes):
+    inside = set(nodes)
+    if any(_mixes_tokens(n, inside) for n in nodes):
         return "mixer"
     _require_no_leaf(nodes)
     _require_known(nodes)
