@@ -74,4 +74,4 @@ def _only_varying(node: fx.Node, varying: Container[fx.Node]) -> fx.Node | None:
 def _drops_nothing(node: fx.Node) -> bool:
     """Whether a dropout's rate is 0. Being off in eval mode is not enough: training must find the same addends."""
     rate = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
-    return rate == 0
+    return bool(rate == 0)
