@@ -6,8 +6,10 @@ deepcopy and state_dict see nothing new. No function is stored on the layer; the
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from types import FrameType
 from typing import Any, ClassVar, TypeVar, cast
@@ -18,11 +20,15 @@ from torch import Tensor, fx, nn
 from fxskip.capture.region import CompiledRegion, Streams, compile_region
 from fxskip.capture.sharding import refuse_to_pickle, set_own_class
 from fxskip.capture.twin import layer_class, require_own_class_forward
+from fxskip.collectives.border import Pending, Tail, at_border
+from fxskip.collectives.in_flight import drain
 from fxskip.errors import CaptureError, PassError
 from fxskip.leaves import make_leaf, running
-from fxskip.pipeline import rewire
+from fxskip.parallel import RegionParallel
+from fxskip.pipeline import parallelise, rewire
 from fxskip.runtime.layer_cache import layer_caches, on_device, uses_one_part
 from fxskip.runtime.lowering import lowered
+from fxskip.runtime.watched import border_is_watched
 from fxskip.runtime.recompute import recomputed, recomputes, reentrant_refusal
 from fxskip.spec import Runtime
 from fxskip.wiring import RegionWiring
@@ -52,20 +58,23 @@ class Region(nn.Module):
     fxskip_one_part: bool
     fxskip_recompute: str
     fxskip_lower: str
+    fxskip_parallel: RegionParallel | None = None
 
     @_not_compiled_by_others
     def forward(self, hidden_states: Tensor | Streams, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's original body, rewired. Arguments and result are the original layer's."""
         _refuse_reentrant_checkpointing(self.fxskip_wiring, self)
-        streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
-        _require_streams(self, len(streams))
+        streams, arrived = _incoming(self, hidden_states)
         try:
             if recomputes(self, self.fxskip_recompute):
-                out, others = recomputed(self.fxskip_recompute, self._run, streams, *args, **kwargs)
+                out, others = recomputed(self.fxskip_recompute, self._run, streams, arrived, *args, **kwargs)
             else:
-                out, others = self._run(streams, *args, **kwargs)
-        except (CaptureError, PassError) as error:
-            raise error.within(f"decoder layer {self.fxskip_layer}") from error.__cause__
+                out, others = self._run(streams, arrived, *args, **kwargs)
+        except BaseException as error:
+            self._land_everything(error)
+            if isinstance(error, CaptureError | PassError):
+                raise error.within(f"decoder layer {self.fxskip_layer}") from error.__cause__
+            raise
         if not others:
             return out
         if isinstance(out, tuple):
@@ -73,12 +82,31 @@ class Region(nn.Module):
         return (out, *others)
 
     @_not_compiled_by_others
-    def _run(self, streams: Streams, *args: Any, **kwargs: Any) -> tuple[Any, Streams]:
-        region = _compiled(self.fxskip_wiring, self.fxskip_lower)
+    def _run(self, streams: Streams, arrived: Pending | None, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """What the layer returns, and what crosses its border beside the full stream."""
+        parallel = self.fxskip_parallel
+        if parallel is not None and parallel.defers and border_is_watched(self):
+            parallel = replace(parallel, defers=False)
+        arriving = arrived.tail if arrived is not None else None
+        region = _compiled(self.fxskip_wiring, self.fxskip_lower, parallel, arriving)
         alone = kwargs if self.fxskip_one_part else {}
         own = kwargs | layer_caches(alone, self.fxskip_layer)
-        with running(self), on_device(alone, self.fxskip_layer, streams[0].device):
-            return region(self, self.fxskip_base, streams, args, own)
+        with (
+            running(self),
+            on_device(alone, self.fxskip_layer, streams[0].device),
+            at_border(arrived) as border,
+        ):
+            out, others = region(self, self.fxskip_base, streams, args, own)
+        if border.left is None:
+            return out, others
+        return out, (*others, *border.left.tensors(), border.left.without_tensors())
+
+    def _land_everything(self, error: BaseException) -> None:
+        """After an error, let nothing stay in flight: buffers would be written into when they are long reused."""
+        if self.fxskip_parallel is not None and (landed := drain()):
+            error.add_note(
+                f"fxskip: decoder layer {self.fxskip_layer}: waited for {landed} collectives in flight"
+            )
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         refuse_to_pickle(self)
@@ -127,25 +155,49 @@ def _bare_region(base: type[nn.Module]) -> nn.Module:
 
 
 @cache
-def _compiled(wiring: RegionWiring, lower: str) -> CompiledRegion:
-    """The region function of a wiring: all layers of all models that are wired alike share its captures."""
-    return compile_region(partial(_build, wiring, lower), len(wiring.outputs), f"{wiring.digest()}_{lower}")
+def _compiled(
+    wiring: RegionWiring, lower: str, parallel: RegionParallel | None, arriving: Tail | None
+) -> CompiledRegion:
+    """The region function of a wiring: all layers of all models that run alike share its captures."""
+    name = f"{wiring.digest()}_{lower}"
+    if parallel is not None:
+        kind = f"{parallel} {arriving.digest if arriving else None}"
+        name += f"_{hashlib.sha256(kind.encode()).hexdigest()[:16]}"
+    return compile_region(partial(_build, wiring, lower, parallel, arriving), len(wiring.outputs), name)
 
 
-def _build(wiring: RegionWiring, lower: str, module: fx.GraphModule, example_inputs: list[Any]) -> Any:
-    graph = rewire(module.graph, wiring, eager=lower == "none")
+def _build(
+    wiring: RegionWiring,
+    lower: str,
+    parallel: RegionParallel | None,
+    arriving: Tail | None,
+    module: fx.GraphModule,
+    example_inputs: list[Any],
+) -> Any:
+    if parallel is None:
+        graph = rewire(module.graph, wiring, eager=lower == "none")
+    else:
+        graph = parallelise(module.graph, wiring, parallel, arriving)
     return lowered(lower, fx.GraphModule(module, graph), example_inputs)
 
 
-def _require_streams(layer: Region, found: int) -> None:
+def _incoming(layer: Region, hidden_states: Any) -> tuple[Streams, Pending | None]:
+    """The streams that arrive, and what is still pending of them."""
+    arrived = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
     wanted = len(layer.fxskip_wiring.inputs)
-    if found != wanted:
+    pending = None
+    if isinstance(arrived[-1], Pending):
+        *arrived, left = arrived
+        pending = left.with_tensors(tuple(arrived[wanted:]))
+        arrived = tuple(arrived[:wanted])
+    if len(arrived) != wanted:
         raise CaptureError(
             f"layer {layer.fxskip_layer}",
-            f"{found} streams arrive where the wiring needs {wanted}",
+            f"{len(arrived)} streams arrive where the wiring needs {wanted}",
             where=type(layer).__name__,
             hint="call the model, not single layers; layers must not be removed or reordered after the transform",
         )
+    return arrived, pending
 
 
 def _refuse_reentrant_checkpointing(wiring: RegionWiring, layer: nn.Module) -> None:

@@ -1,0 +1,105 @@
+"""Exchange of rows between the ranks of a group, with as many rows for each rank as there are.
+
+Ranks need each other's counts before the rows. `exchange_counts` starts that early; `Counts.get` waits for it where
+the numbers are needed, on the host. On a GPU they travel to pinned memory meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxskip.collectives.in_flight import Issued
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Sends `sent[r]` rows to rank r of the group and receives `received[r]` rows from it, in the order of ranks."""
+
+    group: Any
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+    @property
+    def reversed(self) -> AllToAll:
+        """The exchange that sends everything back."""
+        return AllToAll(self.group, self.received, self.sent)
+
+    def issue(self, tensor: Tensor) -> Issued:
+        """Start it with [sum(sent), ...]; the buffer is [sum(received), ...]."""
+        buffer = tensor.new_empty((sum(self.received), *tensor.shape[1:]))
+        work = dist.all_to_all_single(
+            buffer, tensor, list(self.received), list(self.sent), group=self.group, async_op=True
+        )
+        return Issued(buffer, work, tensor)
+
+    def issue_reverse(self, gradient: Tensor) -> Issued:
+        """Start the exchange of the gradients of what was received."""
+        return self.reversed.issue(gradient)
+
+
+class Counts:
+    """How many rows each rank has for each owner's parts, under way from `exchange_counts` to `get`."""
+
+    def __init__(self, own: Tensor, group: Any) -> None:
+        self._own = own
+        self.received = torch.empty_like(own)
+        self._work = dist.all_to_all_single(self.received, own, group=group, async_op=True)
+        self._event: torch.cuda.Event | None = None
+        if own.is_cuda:
+            self._copy_to_host()
+        self._table: list[list[list[int]]] | None = None
+
+    def _copy_to_host(self) -> None:
+        # On a stream of its own: the copy waits for the exchange, and the compute stream for neither.
+        side = _side_stream(self._own.device)
+        side.wait_stream(torch.cuda.current_stream(self._own.device))
+        with torch.cuda.stream(side):
+            self._work.wait()
+            table = torch.stack((self._own, self.received))
+            self._host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            self._host.copy_(table, non_blocking=True)
+            self._event = side.record_event()
+        for tensor in (self._own, self.received):
+            tensor.record_stream(side)
+
+    def get(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Rows for each rank and each of its parts, and rows from each rank for each of the own parts."""
+        if self._table is None:
+            if self._event is not None:
+                self._event.synchronize()
+                self._table = self._host.tolist()
+            else:
+                self._work.wait()
+                self._table = torch.stack((self._own, self.received)).tolist()
+        if self._event is not None:
+            torch.cuda.current_stream(self._own.device).wait_event(self._event)  # for `received`
+        own, received = self._table
+        return own, received
+
+
+def exchange_counts(counts: Tensor, group: Any) -> Counts:
+    """Start telling each rank of `group` how many rows it will get.
+
+    counts   [ranks, parts] int64: rows for each of the parts that each rank owns
+    """
+    return Counts(counts.contiguous(), group)
+
+
+_SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _SIDE_STREAMS:
+        _SIDE_STREAMS[device] = torch.cuda.Stream(device)
+    return _SIDE_STREAMS[device]
+
+
+def split_evenly(total: int, ranks: int) -> tuple[int, ...]:
+    """How many of `total` things each rank owns, as torch.chunk and DTensor's Shard have it: the last may own fewer."""
+    each = -(-total // ranks)
+    return tuple(max(0, min(each, total - rank * each)) for rank in range(ranks))

@@ -1,0 +1,130 @@
+"""Routed experts spread over ranks: what the nodes run that `passes/shard.py` puts in the place of all experts.
+
+    index ─┬─ sort_by_expert ── order ─┬─────────────────────────────────────────┐
+           └─ start_counts ── counts   │                                         │
+    hidden ────────────────────────── permute ─ dispatch ─ run_own_experts ─ combine ─ unpermute ─ routed
+
+A token travels once for each expert that it is routed to; none is dropped. Routing weights stay at home.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fxskip.leaves import running_layer
+from fxskip.collectives.all_to_all import AllToAll, Counts, exchange_counts, split_evenly
+
+Direction = Literal["dispatch", "combine"]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the rows of one MoE block go, as the host knows it."""
+
+    sent: tuple[int, ...]
+    """Rows for each rank."""
+    received: tuple[int, ...]
+    """Rows from each rank."""
+    from_each: Tensor
+    """[ranks, own experts] int64: how the received rows are made up, on the device."""
+    group: Any
+
+    def exchange(self, direction: Direction) -> AllToAll:
+        """The exchange that brings rows to their experts, or back."""
+        there = AllToAll(self.group, self.sent, self.received)
+        return there if direction == "dispatch" else there.reversed
+
+    def own_expert_of_each_row(self) -> Tensor:
+        """[R] int64: which own expert, counted from 0, each received row is for."""
+        ranks, experts = self.from_each.shape
+        each = torch.arange(experts, device=self.from_each.device).repeat(ranks)
+        return each.repeat_interleave(self.from_each.flatten(), output_size=sum(self.received))
+
+
+def sort_by_expert(index: Tensor) -> Tensor:
+    """The order [T K] that brings (token, choice) pairs into the order of their experts; equal ones keep theirs.
+
+    index   [T, K] int64, the experts of each token
+    """
+    return index.flatten().argsort(stable=True)
+
+
+def start_counts(index: Tensor, experts: int, axis: str) -> Counts:
+    """Count the rows for each of `experts` experts and start telling their owners on the mesh's `axis`.
+
+    Raises a RuntimeError of torch for an index that is no expert.
+    """
+    mesh = running_layer().fxskip_mesh[axis]  # type: ignore[index]
+    each = split_evenly(experts, mesh.size())[0]
+    flat = index.flatten()
+    counts = flat.new_zeros(experts, dtype=torch.int64).scatter_add_(
+        0, flat.long(), torch.ones_like(flat, dtype=torch.int64)
+    )
+    padded = nn.functional.pad(counts, (0, each * mesh.size() - experts))
+    return exchange_counts(padded.view(mesh.size(), each), mesh.get_group())
+
+
+def wait_counts(counts: Counts, axis: str) -> Routing:
+    """The routing, as soon as the other ranks have told theirs."""
+    sent, received = counts.get()
+    mesh = running_layer().fxskip_mesh[axis]  # type: ignore[index]
+    return Routing(tuple(map(sum, sent)), tuple(map(sum, received)), counts.received, mesh.get_group())
+
+
+class _Permute(torch.autograd.Function):
+    """Rows of tokens, each as often as it is chosen. The backward pass adds the choices of a token in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, order: Tensor, choices: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.choices = choices
+        return hidden.index_select(0, order // choices)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (order,) = ctx.saved_tensors
+        rows = torch.empty_like(gradients[0]).index_copy_(0, order, gradients[0])
+        return rows.view(-1, ctx.choices, rows.shape[-1]).sum(1), None, None
+
+
+def permute(hidden: Tensor, order: Tensor, index: Tensor) -> Tensor:
+    """[T, D] -> [T K, D]: each token once for each of its choices, in the order of experts."""
+    return _Permute.apply(hidden, order, index.shape[1])  # type: ignore[no-any-return,no-untyped-call]
+
+
+def unpermute(rows: Tensor, order: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T K, D] -> [T, D]: what the experts made of each token, weighed and added in the order of its choices.
+
+    The sum is taken in the wider type of rows and weights and returned as `dtype`, as transformers does.
+
+    weights   [T, K] routing weights
+    """
+    at_home = torch.empty_like(rows).index_copy(0, order, rows)
+    weighed = at_home.view(*weights.shape, rows.shape[-1]) * weights.unsqueeze(-1)
+    return weighed.sum(1).to(dtype)
+
+
+def run_own_experts(path: str, rows: Tensor, routing: Routing) -> Tensor:
+    """What this rank's experts, the module at `path` of the layer that runs, make of rows [R, D]: [R, D], not weighed.
+
+    The module is the model's own; it gets every row as a token with one choice of weight 1.
+    """
+    module = running_layer().get_submodule(path)
+    own = {name: local(parameter) for name, parameter in module.named_parameters()}
+    experts, count = routing.own_expert_of_each_row(), rows.shape[0]
+    if count == 0:
+        # Experts without tokens still have gradients, of zeros, as those of a model in one process have.
+        rows, experts = torch.cat((rows, rows.new_zeros(1, rows.shape[1]))), experts.new_zeros(1)
+    ones = rows.new_ones(rows.shape[0], 1)
+    made: Tensor = torch.func.functional_call(module, own, (rows, experts.unsqueeze(-1), ones))
+    return made[:count] if count == 0 else made
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
