@@ -6,7 +6,7 @@ Importing the package tells transformers' Auto classes how to load rewired model
 """
 
 from fxskip import distill, loss
-from fxskip.api import explain, is_transformed, plan, spec_of, trainable, transform
+from fxskip.api import explain, is_transformed, parallelize, plan, spec_of, trainable, transform
 from fxskip.checkpoint import register_families
 from fxskip.errors import (
     CacheError,
@@ -42,6 +42,7 @@ __all__ = [
     "leaf",
     "load_spec",
     "loss",
+    "parallelize",
     "plan",
     "spec_of",
     "trainable",

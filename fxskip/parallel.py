@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from fxskip.errors import PassError
 
 Mode = Literal["scheduled", "reference", "eager_wait"]
 
@@ -17,3 +21,24 @@ class RegionParallel:
     mode: Mode
     defers: bool
     """Whether the layer's last exchange may arrive in the next layer."""
+
+
+class Ranks:
+    """The mesh that a layer runs on. A copy of the layer runs on the same; a pickle cannot hold it."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+
+    def axis(self, name: str) -> DeviceMesh:
+        """One axis of the mesh."""
+        return self._mesh[name]
+
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise PassError(
+            "pickle",
+            "a model that is spread over processes cannot be pickled: its experts lie on several",
+            hint="save_pretrained gathers them; torch.distributed.checkpoint saves each process's part",
+        )

@@ -13,11 +13,12 @@ from collections.abc import Callable
 
 from torch import fx
 
+from fxskip.collectives.border import Tail
 from fxskip.errors import PassError
 from fxskip.ir import remove_markers
 from fxskip.parallel import RegionParallel
 from fxskip.passes.classify import classify
-from fxskip.passes.defer import Tail, arrive, defer
+from fxskip.passes.defer import arrive, defer
 from fxskip.passes.find_stream import find_stream
 from fxskip.passes.functionalise import functionalise
 from fxskip.passes.order_gradients import order_gradients

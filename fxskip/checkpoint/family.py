@@ -265,6 +265,13 @@ def wire(model: Any, record: WiringRecord) -> None:
     keep_eager(model.get_submodule(next(iter(layers)).rsplit(".", 2)[0]))
 
 
+def rewired_layers(model: Any) -> dict[str, nn.Module]:
+    """The decoder layers of a rewired model, by path, in order."""
+    if (record := plain_record(model)) is not None:
+        return {path: model.get_submodule(path) for path in record.layers}
+    return layers_by_path(model)
+
+
 def base_class(model: Model) -> type[Model]:
     """The original class of a model, rewired or not."""
     found: type[Model] = getattr(type(model), "fxskip_base", None) or cast(Any, own_class(model))

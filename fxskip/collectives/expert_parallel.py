@@ -14,10 +14,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fxskip.leaves import running_layer
 from fxskip.collectives.all_to_all import AllToAll, Counts, exchange_counts, split_evenly
+from fxskip.leaves import running_layer
+from fxskip.parallel import Ranks
 
 Direction = Literal["dispatch", "combine"]
 
@@ -59,7 +61,7 @@ def start_counts(index: Tensor, experts: int, axis: str) -> Counts:
 
     Raises a RuntimeError of torch for an index that is no expert.
     """
-    mesh = running_layer().fxskip_mesh[axis]  # type: ignore[index]
+    mesh = _axis(axis)
     each = split_evenly(experts, mesh.size())[0]
     flat = index.flatten()
     counts = flat.new_zeros(experts, dtype=torch.int64).scatter_add_(
@@ -72,7 +74,7 @@ def start_counts(index: Tensor, experts: int, axis: str) -> Counts:
 def wait_counts(counts: Counts, axis: str) -> Routing:
     """The routing, as soon as the other ranks have told theirs."""
     sent, received = counts.get()
-    mesh = running_layer().fxskip_mesh[axis]  # type: ignore[index]
+    mesh = _axis(axis)
     return Routing(tuple(map(sum, sent)), tuple(map(sum, received)), counts.received, mesh.get_group())
 
 
@@ -123,6 +125,12 @@ def run_own_experts(path: str, rows: Tensor, routing: Routing) -> Tensor:
     ones = rows.new_ones(rows.shape[0], 1)
     made: Tensor = torch.func.functional_call(module, own, (rows, experts.unsqueeze(-1), ones))
     return made[:count] if count == 0 else made
+
+
+def _axis(name: str) -> DeviceMesh:
+    ranks = running_layer().fxskip_ranks
+    assert isinstance(ranks, Ranks)
+    return ranks.axis(name)
 
 
 def local(parameter: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxskip.collectives import expert_parallel as ep
 from fxskip.errors import PassError
 from fxskip.ir import NodeInfo, annotate, copy_graph, info, is_leaf, is_tensor, leaf_path, value
-from fxskip.collectives import expert_parallel as ep
 
 EXPERT = "expert"
 """Name of the mesh axis that experts are spread over."""

@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import fx
 
+from fxskip.collectives import in_flight
+from fxskip.collectives.expert_parallel import Direction, Routing
+from fxskip.collectives.in_flight import Flight
 from fxskip.ir import copy_graph
 from fxskip.leaves import running_layer
 from fxskip.parallel import Mode
 from fxskip.passes.shard import exchange
-from fxskip.collectives import in_flight
-from fxskip.collectives.expert_parallel import Direction, Routing
-from fxskip.collectives.in_flight import Flight
 
 
 def take_off(routing: Routing, direction: Direction, at_once: bool) -> Flight:

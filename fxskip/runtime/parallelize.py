@@ -1,4 +1,4 @@
-"""Spread a student over the processes of a device mesh, in place, as the spec's `parallel` says."""
+"""Spread a rewired model over the processes of a device mesh, in place, as its spec's `parallel` says."""
 
 from __future__ import annotations
 
@@ -13,35 +13,43 @@ from torch.distributed.tensor import DTensor, Shard
 from fxskip.collectives.all_to_all import split_evenly
 from fxskip.errors import PassError
 from fxskip.leaves import holds_experts, make_leaf
-from fxskip.parallel import RegionParallel
+from fxskip.parallel import Ranks, RegionParallel
 from fxskip.passes.shard import EXPERT
 from fxskip.runtime.regions import Region
-from fxskip.spec import Parallel, Runtime, Spec
-
-_ROUTED = 3
-"""Arguments of a module of routed experts: tokens, their experts, the weights of these."""
+from fxskip.runtime.same_everywhere import require_same_everywhere
+from fxskip.spec import Runtime, Spec
 
 
-def parallelize(layers: Mapping[str, nn.Module], spec: Spec, mesh: DeviceMesh) -> None:
+def is_parallel(spec: Spec) -> bool:
+    """Whether the spec spreads anything over more than one process."""
+    axes = (spec.parallel.expert, spec.parallel.tensor) if spec.parallel else ()
+    return any(axis is not None and axis.size > 1 for axis in axes)
+
+
+def spread(model: nn.Module, layers: Mapping[str, nn.Module], spec: Spec, mesh: DeviceMesh) -> None:
     """Keep this rank's routed experts alone in each decoder layer, and have the layers exchange rows.
 
-    Every process must hold the same, whole model. Parameters of experts become DTensors, sharded by expert on the
-    mesh's axis "expert".
-
-    Raises PassError where a layer's experts are no stack that can be cut.
+    Raises PassError where the processes do not hold the same model, and where a layer's experts cannot be cut.
     """
+    require_same_everywhere(model, spec, mesh)
     runtime = spec.runtime or Runtime()
-    paths = list(layers)
-    for index, (path, layer) in enumerate(layers.items()):
+    found = {path: expert_paths(layer) for path, layer in layers.items()}
+    for path, layer in layers.items():
+        for inner in found[path]:
+            _require_stacks(layer.get_submodule(inner), mesh[EXPERT].size(), f"module {path}.{inner}")
+    following = [*list(layers.values())[1:], None]
+    for (path, layer), after in zip(layers.items(), following, strict=True):
         assert isinstance(layer, Region)
-        experts = {inner: _spread(layer, inner, path, mesh[EXPERT]) for inner in expert_paths(layer)}
-        following = layers[paths[index + 1]] if index + 1 < len(paths) else None
-        layer.fxskip_mesh = mesh  # type: ignore[assignment]
+        experts = {inner: _cut(layer, inner, mesh[EXPERT]) for inner in found[path]}
+        layer.fxskip_ranks = Ranks(mesh)
         layer.fxskip_parallel = RegionParallel(
             tuple(experts.items()),
             runtime.mode,
-            defers=runtime.mode != "reference" and following is not None and _has_several_streams(following),
+            defers=runtime.mode != "reference" and after is not None and _has_several_streams(after),
         )
+    # DistributedDataParallel averages what all processes hold; each has experts of its own.
+    sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    model._ddp_params_and_buffers_to_ignore = sharded  # type: ignore[assignment]
 
 
 def expert_paths(layer: nn.Module) -> list[str]:
@@ -55,14 +63,13 @@ def expert_paths(layer: nn.Module) -> list[str]:
     return found
 
 
-def make_mesh(parallel: Parallel, mesh: DeviceMesh | None) -> DeviceMesh:
-    """The mesh that `parallel` speaks of: the one given, checked, or one over all processes.
+def make_mesh(spec: Spec, mesh: DeviceMesh | None = None) -> DeviceMesh:
+    """The mesh that the spec speaks of: the one given, checked, or one over all processes of the default group.
 
-    Without a mesh, neighbours share experts: ranks 0..size-1 are one group, and what is left over is data parallel.
-
-    Raises PassError where there is no process group, or sizes do not fit.
+    Raises PassError where there is no process group, or where sizes or the transport do not fit.
     """
-    size = parallel.expert.size if parallel.expert else 1
+    assert spec.parallel is not None and spec.parallel.expert is not None
+    size = spec.parallel.expert.size
     if not (dist.is_available() and dist.is_initialized()):
         raise PassError(
             "parallelize",
@@ -71,17 +78,7 @@ def make_mesh(parallel: Parallel, mesh: DeviceMesh | None) -> DeviceMesh:
             "spec to run in one process",
         )
     if mesh is None:
-        world = dist.get_world_size()
-        if world % size:
-            raise PassError(
-                "parallelize",
-                f"parallel.expert.size is {size}, and there are {world} processes",
-                hint="start a multiple of parallel.expert.size processes, or pass mesh=",
-            )
-        kind = torch.accelerator.current_accelerator() if dist.get_backend() == "nccl" else None
-        return init_device_mesh(
-            kind.type if kind else "cpu", (world // size, size), mesh_dim_names=("data", EXPERT)
-        )
+        mesh = _mesh_over_all(size)
     names = mesh.mesh_dim_names or ()
     if EXPERT not in names or mesh[EXPERT].size() != size:
         found = ", ".join(f"{name}: {mesh[name].size()}" for name in names) or "no named axis"
@@ -90,7 +87,28 @@ def make_mesh(parallel: Parallel, mesh: DeviceMesh | None) -> DeviceMesh:
             f"the spec says parallel.expert.size: {size}, and the mesh has {found}",
             hint=f'init_device_mesh(device, (..., {size}), mesh_dim_names=(..., "{EXPERT}"))',
         )
+    transport = (spec.runtime or Runtime()).transport
+    backend = dist.get_backend(mesh[EXPERT].get_group())
+    if transport not in ("auto", backend):
+        raise PassError(
+            "parallelize",
+            f"runtime.transport: {transport}, and the process group runs over {backend}",
+            hint=f"init_process_group({transport!r}), or leave runtime.transport out",
+        )
     return mesh
+
+
+def _mesh_over_all(size: int) -> DeviceMesh:
+    world = dist.get_world_size()
+    if world % size:
+        raise PassError(
+            "parallelize",
+            f"parallel.expert.size is {size}, and there are {world} processes",
+            hint="start a multiple of parallel.expert.size processes, or pass mesh=",
+        )
+    device = torch.accelerator.current_accelerator() if dist.get_backend() != "gloo" else None
+    kind = device.type if device is not None else "cpu"
+    return init_device_mesh(kind, (world // size, size), mesh_dim_names=("data", EXPERT))
 
 
 def _has_several_streams(layer: nn.Module) -> bool:
@@ -98,36 +116,39 @@ def _has_several_streams(layer: nn.Module) -> bool:
     return len(layer.fxskip_wiring.inputs) > 1
 
 
-def _spread(layer: nn.Module, inner: str, path: str, mesh: DeviceMesh) -> int:
-    """Keep this rank's experts of one module; returns how many there are on all ranks."""
+def _cut(layer: nn.Module, inner: str, mesh: DeviceMesh) -> int:
+    """Keep this rank's experts of the module at `inner`; returns how many there are on all ranks."""
     module = layer.get_submodule(inner)
-    total = next(p.shape[0] for p in module.parameters() if p.dim() >= 2)
-    where = f"module {path}.{inner}"
-    _require_stacks(module, total, mesh.size(), where)
-    own = split_evenly(total, mesh.size())[mesh.get_local_rank()]
-    begin = sum(split_evenly(total, mesh.size())[: mesh.get_local_rank()])
+    total = _number_of_experts(module)
+    sizes, rank = split_evenly(total, mesh.size()), mesh.get_local_rank()
+    begin = sum(sizes[:rank])
     for name, parameter in list(module.named_parameters()):
-        holder = module.get_submodule(name.rpartition(".")[0])
-        part = parameter.detach()[begin : begin + own].clone()
+        path, _, own_name = name.rpartition(".")
+        part = parameter.detach()[begin : begin + sizes[rank]].clone()
         sharded = DTensor.from_local(
             part, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
-        setattr(holder, name.rpartition(".")[2], nn.Parameter(sharded, parameter.requires_grad))
-    for name, held in vars(module).items():
+        setattr(module.get_submodule(path), own_name, nn.Parameter(sharded, parameter.requires_grad))
+    for name, held in list(vars(module).items()):
         if "expert" in name and type(held) is int and held == total:
-            setattr(module, name, own)
+            setattr(module, name, sizes[rank])
     make_leaf(layer, inner)
     return total
 
 
-def _require_stacks(module: nn.Module, total: int, ranks: int, where: str) -> None:
+def _number_of_experts(module: nn.Module) -> int:
+    return next(p.shape[0] for p in module.parameters() if p.dim() >= 2)
+
+
+def _require_stacks(module: nn.Module, ranks: int, where: str) -> None:
+    total = _number_of_experts(module)
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             raise PassError(
                 "parallelize",
                 f"{name} is a DTensor already",
                 where=where,
-                hint="parallelize the model before anything else shards it, and once only",
+                hint="parallelize a model once, and before anything else shards it",
             )
         if parameter.shape[0] != total:
             raise PassError(
@@ -136,10 +157,10 @@ def _require_stacks(module: nn.Module, total: int, ranks: int, where: str) -> No
                 where=where,
                 hint="experts are cut along their first dimension; leave parallel.expert out for this architecture",
             )
-    if total < ranks:
+    if split_evenly(total, ranks)[-1] == 0:
         raise PassError(
             "parallelize",
-            f"{total} experts cannot be spread over {ranks} processes",
+            f"{total} experts spread over {ranks} processes leave the last without one",
             where=where,
             hint=f"parallel: {{expert: {{size: {total}}}}} at most",
         )

@@ -24,12 +24,12 @@ from fxskip.collectives.border import Pending, Tail, at_border
 from fxskip.collectives.in_flight import drain
 from fxskip.errors import CaptureError, PassError
 from fxskip.leaves import make_leaf, running
-from fxskip.parallel import RegionParallel
+from fxskip.parallel import Ranks, RegionParallel
 from fxskip.pipeline import parallelise, rewire
 from fxskip.runtime.layer_cache import layer_caches, on_device, uses_one_part
 from fxskip.runtime.lowering import lowered
-from fxskip.runtime.watched import border_is_watched
 from fxskip.runtime.recompute import recomputed, recomputes, reentrant_refusal
+from fxskip.runtime.watched import border_is_watched
 from fxskip.spec import Runtime
 from fxskip.wiring import RegionWiring
 
@@ -59,6 +59,7 @@ class Region(nn.Module):
     fxskip_recompute: str
     fxskip_lower: str
     fxskip_parallel: RegionParallel | None = None
+    fxskip_ranks: Ranks
 
     @_not_compiled_by_others
     def forward(self, hidden_states: Tensor | Streams, *args: Any, **kwargs: Any) -> Any:
@@ -187,9 +188,8 @@ def _incoming(layer: Region, hidden_states: Any) -> tuple[Streams, Pending | Non
     wanted = len(layer.fxskip_wiring.inputs)
     pending = None
     if isinstance(arrived[-1], Pending):
-        *arrived, left = arrived
-        pending = left.with_tensors(tuple(arrived[wanted:]))
-        arrived = tuple(arrived[:wanted])
+        pending = arrived[-1].with_tensors(arrived[wanted:-1])
+        arrived = arrived[:wanted]
     if len(arrived) != wanted:
         raise CaptureError(
             f"layer {layer.fxskip_layer}",

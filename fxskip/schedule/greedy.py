@@ -1,10 +1,9 @@
 """placeholder until the solver lands"""
 
+from fxskip.collectives.expert_parallel import run_own_experts, wait_counts
+from fxskip.ir import is_matrix_product, op_name
 from fxskip.passes.dependencies import Unit
 from fxskip.passes.split_collectives import is_start, is_wait
-from fxskip.ir import is_matrix_product, op_name
-from fxskip.collectives.expert_parallel import run_own_experts, wait_counts
-from fxskip.collectives import in_flight
 
 
 def greedy(units: list[Unit]) -> list[Unit]:
