@@ -34,9 +34,10 @@ def spread(model: nn.Module, layers: Mapping[str, nn.Module], spec: Spec, mesh: 
     require_same_everywhere(model, spec, mesh)
     runtime = spec.runtime or Runtime()
     found = {path: expert_paths(layer) for path, layer in layers.items()}
+    exchange, axis = expert_axis(spec)
     for path, layer in layers.items():
         for inner in found[path]:
-            _require_stacks(layer.get_submodule(inner), mesh[EXPERT].size(), f"module {path}.{inner}")
+            _require_stacks(layer.get_submodule(inner), mesh[axis].size(), f"module {path}.{inner}")
     following = [*list(layers.values())[1:], None]
     for (path, layer), after in zip(layers.items(), following, strict=True):
         assert isinstance(layer, Region)
