@@ -165,9 +165,14 @@ def _raw_candidates(problem: Problem, seed: int) -> Iterator[tuple[str, list[int
         amount = 0.15 if number % 2 else 0.4
         tails = [tail * (1 + noise.uniform(-amount, amount)) for tail in problem.tail]
         yield "perturbed critical path", list_order(problem, tails)
+    wide = min(_WIDEST, _BEGINNINGS // max(1, len(problem)))
+    if wide > 32:
+        yield f"beam of {wide}", beam_order(problem, width=wide, idle_weight=1e-3)
 
 
 _PERTURBED = 20
+_WIDEST, _BEGINNINGS = 512, 30_000
+"""Of a beam that only short steps are searched with, and what it may look at in all: about a second's work."""
 _FEW_LAYERS = 3
 
 
