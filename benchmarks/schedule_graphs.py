@@ -15,11 +15,32 @@ from fxskip.schedule.roofline import Deployment, transfers, work
 from fxskip.schedule.tasks import COMPUTE, Crossing, Task, TaskGraph, WorkKind
 
 # Hidden width; heads, their q/k and v widths; kv latent with its rotary part; MLP widths.
-D, HEADS, QK, V, LATENT, DENSE, EXPERT, EXPERTS, CHOSEN, SHARED = 2048, 16, 192, 128, 576, 10944, 1408, 64, 6, 2
+D, HEADS, QK, V, LATENT, DENSE, EXPERT, EXPERTS, CHOSEN, SHARED = (
+    2048,
+    16,
+    192,
+    128,
+    576,
+    10944,
+    1408,
+    64,
+    6,
+    2,
+)
 TOKENS, CONTEXT, RANKS = 8192, 4096, 8
 
 COLLECTIVES = ("dispatch", "combine")
-SHORT = ("attn_norm", "attn_add", "moe_norm", "permute", "shared_act", "shared_add", "unpermute", "routed_add", "mlp_add")
+SHORT = (
+    "attn_norm",
+    "attn_add",
+    "moe_norm",
+    "permute",
+    "shared_act",
+    "shared_add",
+    "unpermute",
+    "routed_add",
+    "mlp_add",
+)
 WEIGHTS = ("qkv", "o_proj", "gate", "experts", "shared_up", "shared_down", "mlp")
 
 
@@ -30,7 +51,9 @@ def roofline_costs() -> dict[str, float]:
     """
     deployment = Deployment(load_hardware("h200"), "bfloat16", TOKENS, CONTEXT, RANKS, "all_to_all", 1)
 
-    def product(rows: int, columns: int, times: float = 1.0, kernels: int = 1) -> tuple[int, float, float, int]:
+    def product(
+        rows: int, columns: int, times: float = 1.0, kernels: int = 1
+    ) -> tuple[int, float, float, int]:
         return rows * columns, 2.0 * rows * columns * times, times * (rows + columns), kernels
 
     def moved(elements: float) -> tuple[int, float, float, int]:
@@ -54,7 +77,9 @@ def roofline_costs() -> dict[str, float]:
         "mlp": product(D, 3 * DENSE, kernels=3),
         "mlp_add": moved(3 * D),
     }
-    routed = Part("routed", 3 * EXPERTS * D * EXPERT, 6.0 * CHOSEN * D * EXPERT, CHOSEN * 3.0 * (D + EXPERT), 3)
+    routed = Part(
+        "routed", 3 * EXPERTS * D * EXPERT, 6.0 * CHOSEN * D * EXPERT, CHOSEN * 3.0 * (D + EXPERT), 3
+    )
     moe = Costs((routed,), D, EXPERTS, CHOSEN)
     costs = {role: _us(Costs((Part(role, *size),), D), deployment) for role, size in sizes.items()}
     costs |= {one.name: one.est_us or 0.0 for one in transfers("moe", moe, deployment)}

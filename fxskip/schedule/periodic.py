@@ -9,9 +9,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from fxskip.errors import ScheduleError
 from fxskip.schedule.problem import Problem
+from fxskip.schedule.shorten import shortened
 from fxskip.schedule.tasks import Task, TaskGraph
 from fxskip.schedule.times import issued_early, obeys
 
@@ -19,9 +21,6 @@ Pattern = tuple[tuple[str, int], ...]
 """(role, layer that it belongs to minus region, counted in the order in which layers run)."""
 Patterns = dict[Hashable, Pattern]
 """For each kind of region."""
-
-_COMMON = 4
-"""Patterns of each kind that are taken from one order."""
 
 
 class Periods:
@@ -63,63 +62,111 @@ class Periods:
         if not obeys(self._problem, order):
             return None
         order = issued_early(self._problem, order)
-        return order if obeys(self._problem, order) and self.is_periodic(order) else None
+        return order if self.is_periodic(order) else None
 
     def is_periodic(self, order: Sequence[int]) -> bool:
         return all(len(patterns) == 1 for patterns in self.of(order).values())
 
 
-def periodic_order(
-    graph: TaskGraph,
-    problem: Problem,
-    candidates: Iterator[tuple[str, list[int]]],
-    cost: Callable[[Sequence[int]], float],
-    deadline: float,
-) -> tuple[str, list[int]]:
-    """The best periodic order found until the deadline, and the method that its patterns come from.
+Found = tuple[str, list[int]]
+"""A method and the order that it found."""
+Cost = Callable[[Sequence[int]], float]
+
+
+@dataclass(frozen=True)
+class Search:
+    """What the caller decides."""
+
+    candidates: Callable[[TaskGraph, Problem], Iterator[Found]]
+    """Orders to take patterns from, layers in order."""
+    cost: Callable[[TaskGraph, Problem], Cost]
+    """What an order of the problem is judged by."""
+    deadline: float
+    """Of time.monotonic()."""
+
+
+def periodic_order(graph: TaskGraph, problem: Problem, search: Search) -> Found:
+    """The best periodic order that is found in time, and the method that its patterns come from.
+
+    Patterns are sought on a step of few layers, where a try costs little, then played on the whole step.
 
     Raises ScheduleError if layers of one kind cannot have one order, such as under a cap that only some exceed.
     """
     periods = Periods(graph, problem)
-    best: tuple[float, str, list[int], Patterns] | None = None
-    for method, order in candidates:
-        for patterns in _choices(periods.of(order), best[3] if best else None):
-            made = periods.order(patterns)
-            if made is not None and (best is None or cost(made) < best[0] * (1 - 1e-9)):
-                best = (cost(made), f"pattern of {method}", made, patterns)
-        if best is not None and (time.monotonic() > deadline or best[0] <= problem.lower_bound * (1 + 1e-9)):
-            break
+    small = shortened(graph, periods.kinds, most=_LAYERS)
+    found: list[_Choice] = []
+    if small is not graph:
+        found = _search(small, Problem.of(small, rule="layers", cap=problem.cap), search, share=0.6)
+    cost = search.cost(graph, problem)
+    best: tuple[float, str, list[int]] | None = None
+    for choice in found[:_PLAYED]:
+        order = periods.order(choice.patterns) if choice.patterns.keys() == set(periods.kinds) else None
+        if order is not None and (best is None or cost(order) < best[0] * (1 - 1e-9)):
+            best = cost(order), choice.method, order
     if best is None:
+        for choice in _search(graph, problem, search, share=1.0):
+            order = periods.order(choice.patterns)
+            assert order is not None
+            return choice.method, order
         raise ScheduleError(
             "solve",
             "no order was found that all layers of a kind can share",
             hint='raise max_in_flight, or schedule with the rule "layers", which gives each layer an order of its own',
         )
-    return _improved(periods, best, cost, deadline, problem.lower_bound)
+    return best[1], best[2]
 
 
-def _choices(found: dict[Hashable, Counter[Pattern]], known: Patterns | None) -> Iterator[Patterns]:
-    """The most common patterns of one order, then others of its patterns kind by kind."""
+@dataclass(frozen=True)
+class _Choice:
+    us: float
+    method: str
+    patterns: Patterns
+
+
+def _search(graph: TaskGraph, problem: Problem, search: Search, *, share: float) -> list[_Choice]:
+    """Choices of patterns for a step, the best first. `share`: of the time left, to spend on it."""
+    now = time.monotonic()
+    deadline = now + share * (search.deadline - now)
+    periods, cost = Periods(graph, problem), search.cost(graph, problem)
+    found: dict[tuple[int, ...], _Choice] = {}
+    for method, order in search.candidates(graph, problem):
+        for patterns in _choices(periods.of(order)):
+            made = periods.order(patterns)
+            if made is not None and tuple(made) not in found:
+                own = {kind: next(iter(one)) for kind, one in periods.of(made).items()}
+                found[tuple(made)] = _Choice(cost(made), f"pattern of {method}", own)
+        if found and time.monotonic() > now + 0.5 * (deadline - now):
+            break
+    choices = sorted(found.values(), key=lambda one: one.us)
+    for start in choices[:_IMPROVED]:
+        if choices[0].us <= problem.lower_bound * (1 + 1e-9) or time.monotonic() > deadline:
+            break
+        better = _improved(periods, start, cost, deadline, problem.lower_bound)
+        choices = sorted([*choices, better], key=lambda one: one.us)
+    return choices
+
+
+_COMMON = 4
+"""Patterns of each kind that are taken from one order."""
+_LAYERS = 8
+"""Layers of each kind in the step that patterns are sought on."""
+_IMPROVED, _PLAYED = 4, 4
+"""Choices that are improved, and that are played on the whole step."""
+
+
+def _choices(found: dict[Hashable, Counter[Pattern]]) -> Iterator[Patterns]:
+    """The most common patterns of an order, then others of its patterns kind by kind."""
     common = {kind: counted.most_common(_COMMON) for kind, counted in found.items()}
     base = {kind: patterns[0][0] for kind, patterns in common.items()}
     yield base
     for kind, patterns in common.items():
         for pattern, _ in patterns[1:]:
             yield base | {kind: pattern}
-        if known is not None:
-            yield known | {kind: patterns[0][0]}
 
 
-def _improved(
-    periods: Periods,
-    best: tuple[float, str, list[int], Patterns],
-    cost: Callable[[Sequence[int]], float],
-    deadline: float,
-    bound: float,
-) -> tuple[str, list[int]]:
+def _improved(periods: Periods, start: _Choice, cost: Cost, deadline: float, bound: float) -> _Choice:
     """Move one task of one pattern to another place as long as that helps and time is left."""
-    us, method, order, _ = best
-    patterns = {kind: next(iter(found)) for kind, found in periods.of(order).items()}
+    us, patterns = start.us, start.patterns
     often = [kind for kind, _ in Counter(periods.kinds).most_common()]
     improved = True
     while improved:
@@ -127,14 +174,13 @@ def _improved(
         for kind in often:
             for moved in _moves(patterns[kind]):
                 if us <= bound * (1 + 1e-9) or time.monotonic() > deadline:
-                    return method, order
+                    return _Choice(us, f"{start.method}, improved", patterns)
                 made = periods.order(patterns | {kind: moved})
-                if made is not None and cost(made) < us * (1 - 1e-9):
-                    us, order, improved = cost(made), made, True
-                    patterns = {kind: next(iter(found)) for kind, found in periods.of(order).items()}
-                    method = method.removesuffix(", improved") + ", improved"
+                if made is not None and (now := cost(made)) < us * (1 - 1e-9):
+                    us, improved = now, True
+                    patterns = {one: next(iter(seen)) for one, seen in periods.of(made).items()}
                     break
-    return method, order
+    return _Choice(us, f"{start.method}, improved", patterns)
 
 
 def _moves(pattern: Pattern) -> Iterator[Pattern]:

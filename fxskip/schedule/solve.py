@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -16,17 +16,14 @@ from fxskip.errors import ScheduleError
 from fxskip.schedule.beam import beam_order
 from fxskip.schedule.list_schedule import list_order, program_order
 from fxskip.schedule.machine import Machine
-from fxskip.schedule.periodic import has_roles, periodic_order
+from fxskip.schedule.periodic import Cost, Found, Search, has_roles, periodic_order
 from fxskip.schedule.problem import OrderRule, Problem
 from fxskip.schedule.result import Schedule, schedule_of
 from fxskip.schedule.short_first import short_first
 from fxskip.schedule.simulate import simulate
 from fxskip.schedule.steps import steps_of
 from fxskip.schedule.tasks import TaskGraph
-from fxskip.schedule.times import issued_early, obeys, peak_bytes, times_of
-
-Found = tuple[str, list[int]]
-"""A method and the order that it found."""
+from fxskip.schedule.times import issued_early, peak_bytes, times_of
 
 _SAME = 1e-9
 """Relative difference of step times that is rounding."""
@@ -54,21 +51,22 @@ def solve(
     """
     problem = Problem.of(graph, rule=rule, cap=max_in_flight_bytes)
     _check_cap(problem)
-    deadline = time.monotonic() + seconds
-    cost = _cost_function(graph, problem, machine)
-    candidates = _candidates(graph, problem, seed, machine)
+    search = Search(
+        lambda one, its: _candidates(one, its, seed, machine),
+        lambda one, its: _cost_function(one, its, machine),
+        time.monotonic() + seconds,
+    )
     if rule == "periodic":
-        method, order = periodic_order(graph, problem, candidates, cost, deadline)
+        method, order = periodic_order(graph, problem, search)
     else:
-        method, order = _best(graph, problem, candidates, cost, deadline)
+        method, order = _best(graph, problem, search)
+    cost = search.cost(graph, problem)
     if machine is not None:
-        order = short_first(graph, problem, order, cost, deadline, repeat=rule == "periodic")
+        order = short_first(graph, problem, order, cost, search.deadline, repeat=rule == "periodic")
     return schedule_of(graph, problem, order, rule=rule, method=method, cost_us=cost(order))
 
 
-def _cost_function(
-    graph: TaskGraph, problem: Problem, machine: Machine | None
-) -> Callable[[Sequence[int]], float]:
+def _cost_function(graph: TaskGraph, problem: Problem, machine: Machine | None) -> Cost:
     if machine is None:
         return lambda order: times_of(problem, order).makespan
 
@@ -79,20 +77,15 @@ def _cost_function(
     return simulated
 
 
-def _best(
-    graph: TaskGraph,
-    problem: Problem,
-    candidates: Iterator[Found],
-    cost: Callable[[Sequence[int]], float],
-    deadline: float,
-) -> Found:
+def _best(graph: TaskGraph, problem: Problem, search: Search) -> Found:
     """The cheapest candidate, the first of equals."""
     best: tuple[float, Found] | None = None
-    for method, order in _with_periodic(graph, problem, candidates, cost, deadline):
+    cost = search.cost(graph, problem)
+    for method, order in _with_periodic(graph, problem, search):
         us = cost(order)
         if best is None or us < best[0] * (1 - _SAME):
             best = (us, (method, order))
-        if best[0] <= problem.lower_bound * (1 + _SAME) or time.monotonic() > deadline:
+        if best[0] <= problem.lower_bound * (1 + _SAME) or time.monotonic() > search.deadline:
             break
     if best is None:
         raise ScheduleError(
@@ -103,26 +96,24 @@ def _best(
     return best[1]
 
 
-def _with_periodic(
-    graph: TaskGraph,
-    problem: Problem,
-    candidates: Iterator[Found],
-    cost: Callable[[Sequence[int]], float],
-    deadline: float,
-) -> Iterator[Found]:
-    """The candidates, and behind them the best order in which all layers of a kind are alike, which long steps gain by.
+def _with_periodic(graph: TaskGraph, problem: Problem, search: Search) -> Iterator[Found]:
+    """The candidates, and the best order in which all layers of a kind are alike, which long steps gain by.
 
     A search over a whole step loses sight of what one place costs every layer; a pattern does not.
     """
-    tried = []
-    for found in candidates:
-        tried.append(found)
+    started = time.monotonic()
+    for number, found in enumerate(search.candidates(graph, problem)):
         yield found
+        if number >= _FIRST and time.monotonic() > started + 0.25 * (search.deadline - started):
+            break
     if len(graph.layers) > _FEW_LAYERS and has_roles(graph):
         layered = Problem.of(graph, rule="layers", cap=problem.cap)
-        own = ((method, order) for method, order in tried if obeys(layered, order))
-        with suppress(ScheduleError):  # no periodic order keeps to the cap; the others may
-            yield periodic_order(graph, layered, own, cost, deadline)
+        with suppress(ScheduleError):  # no periodic order keeps to the cap, or layers cannot run in order
+            yield periodic_order(graph, layered, search)
+
+
+_FEW_LAYERS, _FIRST = 3, 4
+"""Layers that are too few to repeat; candidates that are looked at however long they take."""
 
 
 def _candidates(graph: TaskGraph, problem: Problem, seed: int, machine: Machine | None) -> Iterator[Found]:
@@ -173,7 +164,6 @@ def _raw_candidates(problem: Problem, seed: int) -> Iterator[tuple[str, list[int
 _PERTURBED = 20
 _WIDEST, _BEGINNINGS = 512, 30_000
 """Of a beam that only short steps are searched with, and what it may look at in all: about a second's work."""
-_FEW_LAYERS = 3
 
 
 def _turned(order: list[int] | None) -> list[int] | None:
