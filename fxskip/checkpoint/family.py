@@ -16,6 +16,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
+import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import (
@@ -31,6 +32,7 @@ from fxskip.checkpoint.auto_classes import auto_classes, known_types, language_m
 from fxskip.checkpoint.plain import plain_record
 from fxskip.checkpoint.program import program_record
 from fxskip.checkpoint.record import WiringRecord
+from fxskip.checkpoint.spread import is_spread, own_parts, whole_state_dict
 from fxskip.errors import CheckpointError
 from fxskip.runtime.decoder import keep_eager
 from fxskip.runtime.regions import install
@@ -114,10 +116,20 @@ class FxSkipModelMixin:
                 "save_pretrained", "push_to_hub=True", hint="save first, then model.push_to_hub(repo_id)"
             )
         self._require_loadable()
+        if is_spread(cast(nn.Module, self)):
+            # All processes take part in gathering, one writes, and none goes on before the folder is complete.
+            kwargs.setdefault("state_dict", whole_state_dict(cast(nn.Module, self)))
+            if dist.get_rank() == 0:
+                self._save(Path(save_directory), **kwargs)
+            dist.barrier()
+            return
         if not is_main_process:
             super().save_pretrained(save_directory, is_main_process=False, **kwargs)  # type: ignore[misc]
             return
-        with replaced_directory(Path(save_directory)) as folder:
+        self._save(Path(save_directory), **kwargs)
+
+    def _save(self, save_directory: Path, **kwargs: Any) -> None:
+        with replaced_directory(save_directory) as folder:
             super().save_pretrained(folder, is_main_process=True, **kwargs)  # type: ignore[misc]
             (folder / REMOTE_CODE).write_text(_remote_code())
 
@@ -156,6 +168,8 @@ class FxSkipModelMixin:
     ) -> Any:
         """Load weights; with `strict=False`, also in the form that files have, one tensor an expert.
 
+        Of a model that is spread over processes, each takes its part of whole tensors.
+
         A Trainer that resumes hands over what is in its checkpoint's file. transformers converts that form only in
         `from_pretrained`, and would keep the experts as they are.
         """
@@ -164,6 +178,8 @@ class FxSkipModelMixin:
         if not strict and any(_ONE_EXPERT.search(name) for name in unknown):
             loaded = type(self).from_pretrained(None, config=self.config, state_dict=dict(state_dict))
             state_dict = loaded.state_dict()
+        if is_spread(cast(nn.Module, self)):
+            state_dict = own_parts(state_dict, cast(nn.Module, self))
         return load(state_dict, strict=strict, assign=assign)
 
     # transformers reads these two off the source text of a class's module, which for ours is this file. A wrong
