@@ -240,8 +240,6 @@ def _refuse_missing_stages(spec: Spec, mesh: Any) -> None:
     parallel, schedule, runtime = spec.parallel, spec.schedule, spec.runtime
     if parallel is not None and parallel.tensor is not None and parallel.tensor.size > 1:
         missing.append(f"parallel.tensor.size: {parallel.tensor.size}")
-    if parallel is not None and parallel.expert is not None and parallel.expert.exchange == "all_reduce":
-        missing.append("parallel.expert.exchange: all_reduce")
     if schedule is not None and (schedule.overlap, schedule.model_fields_set) != ("none", {"overlap"}):
         missing.append(_written("schedule", schedule))
     if runtime is not None and runtime.transport == "copy_engine":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fxskip.collectives.all_to_all import split_evenly
 from fxskip.errors import PassError
 from fxskip.leaves import holds_experts, make_leaf
-from fxskip.parallel import Ranks, RegionParallel
-from fxskip.passes.shard import EXPERT
+from fxskip.parallel import EXPERT, TENSOR, Ranks, RegionParallel
 from fxskip.runtime.regions import Region
 from fxskip.runtime.same_everywhere import require_same_everywhere
 from fxskip.spec import Runtime, Spec
@@ -32,25 +32,58 @@ def spread(model: nn.Module, layers: Mapping[str, nn.Module], spec: Spec, mesh: 
     Raises PassError where the processes do not hold the same model, and where a layer's experts cannot be cut.
     """
     require_same_everywhere(model, spec, mesh)
-    runtime = spec.runtime or Runtime()
-    found = {path: expert_paths(layer) for path, layer in layers.items()}
-    exchange, axis = expert_axis(spec)
+    runtime, sizes = spec.runtime or Runtime(), axes(spec)
+    axis = expert_axis(spec)
+    found = {path: expert_paths(layer) if axis else [] for path, layer in layers.items()}
     for path, layer in layers.items():
         for inner in found[path]:
-            _require_stacks(layer.get_submodule(inner), mesh[axis].size(), f"module {path}.{inner}")
+            _require_stacks(layer.get_submodule(inner), sizes[axis or ""], f"module {path}.{inner}")
     following = [*list(layers.values())[1:], None]
     for (path, layer), after in zip(layers.items(), following, strict=True):
         assert isinstance(layer, Region)
-        experts = {inner: _cut(layer, inner, mesh[EXPERT]) for inner in found[path]}
+        experts = {inner: _cut(layer, inner, mesh[axis]) for inner in found[path]}
         layer.fxskip_ranks = Ranks(mesh)
         layer.fxskip_parallel = RegionParallel(
             tuple(experts.items()),
             runtime.mode,
             defers=runtime.mode != "reference" and after is not None and _has_several_streams(after),
+            exchange=spec.parallel.expert.exchange if spec.parallel and spec.parallel.expert else "all_to_all",
+            expert_axis=axis or EXPERT,
+            tensor_size=sizes.get(TENSOR, 1),
         )
     # DistributedDataParallel averages what all processes hold; each has experts of its own.
     sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
     model._ddp_params_and_buffers_to_ignore = sharded  # type: ignore[assignment]
+
+
+def axes(spec: Spec) -> dict[str, int]:
+    """The axes of the mesh that the spec asks for, and their sizes; those of size 1 are left out.
+
+    Experts whose tokens are replicated lie on the ranks that share matrices, where the spec has both: these ranks
+    have the same tokens anyway.
+
+    Raises PassError where the two sizes then differ.
+    """
+    expert, tensor = (spec.parallel.expert, spec.parallel.tensor) if spec.parallel else (None, None)
+    sizes = {TENSOR: tensor.size if tensor else 1, EXPERT: expert.size if expert else 1}
+    if expert and expert.exchange == "all_reduce" and min(sizes.values()) > 1:
+        if sizes[TENSOR] != sizes[EXPERT]:
+            raise PassError(
+                "parallelize",
+                f"parallel.expert.size is {sizes[EXPERT]} with exchange: all_reduce, and parallel.tensor.size is "
+                f"{sizes[TENSOR]}",
+                hint="both have the same tokens on all their ranks, so they are the same ranks: write equal sizes, or "
+                "exchange: all_to_all",
+            )
+        del sizes[EXPERT]
+    return {axis: size for axis, size in sizes.items() if size > 1}
+
+
+def expert_axis(spec: Spec) -> str | None:
+    """The axis that experts are spread over; None where they are not."""
+    if spec.parallel is None or spec.parallel.expert is None or spec.parallel.expert.size == 1:
+        return None
+    return EXPERT if EXPERT in axes(spec) else TENSOR
 
 
 def expert_paths(layer: nn.Module) -> list[str]:
@@ -69,47 +102,53 @@ def make_mesh(spec: Spec, mesh: DeviceMesh | None = None) -> DeviceMesh:
 
     Raises PassError where there is no process group, or where sizes or the transport do not fit.
     """
-    assert spec.parallel is not None and spec.parallel.expert is not None
-    size = spec.parallel.expert.size
+    sizes = axes(spec)
+    wanted = ", ".join(f"{axis}: {size}" for axis, size in sizes.items())
     if not (dist.is_available() and dist.is_initialized()):
         raise PassError(
             "parallelize",
-            f"parallel.expert.size is {size}, and this process belongs to no process group",
+            f"the spec spreads the model over {wanted}, and this process belongs to no process group",
             hint="start it with torchrun and call torch.distributed.init_process_group(); or leave parallel out of the "
             "spec to run in one process",
         )
     if mesh is None:
-        mesh = _mesh_over_all(size)
+        mesh = _mesh_over_all(sizes)
     names = mesh.mesh_dim_names or ()
-    if EXPERT not in names or mesh[EXPERT].size() != size:
+    if any(axis not in names or mesh[axis].size() != size for axis, size in sizes.items()):
         found = ", ".join(f"{name}: {mesh[name].size()}" for name in names) or "no named axis"
         raise PassError(
             "parallelize",
-            f"the spec says parallel.expert.size: {size}, and the mesh has {found}",
-            hint=f'init_device_mesh(device, (..., {size}), mesh_dim_names=(..., "{EXPERT}"))',
+            f"the spec asks for the axes {wanted}, and the mesh has {found}",
+            hint=f"init_device_mesh(device, {(..., *sizes.values())}, mesh_dim_names={(..., *sizes)})".replace(
+                "Ellipsis", "..."
+            ),
         )
     transport = (spec.runtime or Runtime()).transport
-    backend = dist.get_backend(mesh[EXPERT].get_group())
-    if transport not in ("auto", backend):
+    backends = {dist.get_backend(mesh[axis].get_group()) for axis in sizes}
+    if transport != "auto" and backends != {transport}:
         raise PassError(
             "parallelize",
-            f"runtime.transport: {transport}, and the process group runs over {backend}",
+            f"runtime.transport: {transport}, and the process group runs over {', '.join(sorted(backends))}",
             hint=f"init_process_group({transport!r}), or leave runtime.transport out",
         )
     return mesh
 
 
-def _mesh_over_all(size: int) -> DeviceMesh:
-    world = dist.get_world_size()
-    if world % size:
+def _mesh_over_all(sizes: Mapping[str, int]) -> DeviceMesh:
+    """Neighbours share matrices, then experts; what is left over is data parallel."""
+    world, needed = dist.get_world_size(), prod(sizes.values())
+    if world % needed:
         raise PassError(
             "parallelize",
-            f"parallel.expert.size is {size}, and there are {world} processes",
-            hint="start a multiple of parallel.expert.size processes, or pass mesh=",
+            f"the spec needs a multiple of {needed} processes, and there are {world}",
+            where="parallel: " + " x ".join(f"{axis} {size}" for axis, size in sizes.items()),
+            hint=f"start {needed} processes, or a multiple, or pass mesh=",
         )
     device = torch.accelerator.current_accelerator() if dist.get_backend() != "gloo" else None
     kind = device.type if device is not None else "cpu"
-    return init_device_mesh(kind, (world // size, size), mesh_dim_names=("data", EXPERT))
+    inner = sorted(sizes, key=[EXPERT, TENSOR].index)
+    shape = (world // needed, *(sizes[axis] for axis in inner))
+    return init_device_mesh(kind, shape, mesh_dim_names=("data", *inner))
 
 
 def _has_several_streams(layer: nn.Module) -> bool:
