@@ -36,6 +36,15 @@ def grouped_kernels_in_float32(kind: str, rank: int, folder: Path) -> None:
     assert_all_modes_agree(spread(model(kind, attention_dropout=0.3)), own_batch(rank, 3, 11, padded=True))
 
 
+def experts_that_cannot_be_spread(rank: int, folder: Path) -> None:
+    """llama4 sorts its tokens outside of the experts; the refusal comes before the model is touched."""
+    original = model("llama4_text", layers=2)
+    before = dict(original.named_parameters())
+    with pytest.raises(fxskip.PassError, match=r"Llama4TextExperts is called with \(hidden_states\)"):
+        fxskip.transform(original, {"fxskip": 1, "preset": "farskip", "parallel": {"expert": {"size": 2}}})
+    assert all(p is before[name] for name, p in original.named_parameters())
+
+
 def check(function, *names: str):  # type: ignore[no-untyped-def]
     """`function` with its first arguments, under a name that a hang shows."""
     bound = partial(function, *names)
@@ -48,6 +57,7 @@ def test_two_processes(tmp_path: Path) -> None:
     checks = (
         check(all_modes_and_one_process, "deepseek_v2", "farskip"),
         check(grouped_kernels_in_float32, "qwen2_moe"),
+        experts_that_cannot_be_spread,
     )
     run_on_ranks(checks, tmp_path, limit_s=240)
 
