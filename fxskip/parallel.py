@@ -8,19 +8,39 @@ from typing import Any, Literal
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxskip.errors import PassError
+from fxskip.schedule.hardware import Transport
+from fxskip.spec import Schedule
 
 Mode = Literal["scheduled", "reference", "eager_wait"]
 
 
 @dataclass(frozen=True)
-class RegionParallel:
-    """What is spread over ranks in a layer, and how its collectives are waited for."""
+class ExpertStack:
+    """A module of routed experts whose parameters are stacks of one matrix an expert."""
 
-    experts: tuple[tuple[str, int], ...]
-    """Path in the layer and number of experts of each module of routed experts."""
+    path: str
+    """In the decoder layer."""
+    experts: int
+    """On all ranks."""
+    parameters_each: int
+    """Elements of one expert."""
+
+
+@dataclass(frozen=True)
+class RegionParallel:
+    """What is spread over ranks in a layer, and what decides when its collectives run."""
+
+    experts: tuple[ExpertStack, ...]
+    ranks: int
+    """That share one set of experts."""
     mode: Mode
     defers: bool
     """Whether the layer's last exchange may arrive in the next layer."""
+    schedule: Schedule
+    hardware: str
+    """Name or path of the hardware file that costs are taken from."""
+    transport: Transport | Literal["gloo"]
+    """What moves the rows, for the cost of contention."""
 
 
 class Ranks:

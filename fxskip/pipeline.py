@@ -32,7 +32,7 @@ from fxskip.passes.sub_blocks import sub_blocks
 from fxskip.passes.unshare import unshare
 from fxskip.passes.use_eager_kernels import use_eager_kernels
 from fxskip.passes.verify import verify
-from fxskip.schedule.greedy import greedy
+from fxskip.schedule.order_region import order_region
 from fxskip.wiring import BlockWiring, RegionWiring, SubBlock
 
 ANALYSIS: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
@@ -69,14 +69,15 @@ def parallelise(
 
     arriving   what the layer before leaves unfinished
     """
-    graph = shard(_wired(graph, wiring), dict(parallel.experts))
+    graph = shard(_wired(graph, wiring), parallel.experts)
     graph = order_gradients(split_collectives(graph, parallel.mode))
     if parallel.defers:
         graph = defer(graph)
     if arriving is not None:
         graph = arrive(graph, arriving)
-    graph = _finished(graph, eager=True)
-    return place(graph, greedy) if parallel.mode != "reference" else graph
+    if parallel.mode != "reference":
+        graph = place(graph, order_region(parallel, arriving.digest if arriving is not None else None))
+    return _finished(graph, eager=True)
 
 
 def _wired(graph: fx.Graph, wiring: RegionWiring) -> fx.Graph:

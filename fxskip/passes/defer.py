@@ -32,6 +32,7 @@ from fxskip.ir import (
     writers,
 )
 from fxskip.passes.dependencies import draws_random_numbers, switches
+from fxskip.passes.shard import ROUTED_ROWS
 from fxskip.passes.split_collectives import is_start, is_wait
 
 
@@ -114,7 +115,8 @@ def _cut(inside: list[fx.Node], unfinished: dict[int, fx.Node]) -> tuple[Tail, l
 
 def _shape_alone(node: fx.Node) -> dict[str, Any]:
     """A node's metadata without what it was in its own layer."""
-    return {"example_value": torch.empty_like(v)} if isinstance(v := value(node), Tensor) else {}
+    kept = {ROUTED_ROWS: True} if ROUTED_ROWS in node.meta else {}
+    return kept | ({"example_value": torch.empty_like(v)} if isinstance(v := value(node), Tensor) else {})
 
 
 def arrive(graph: fx.Graph, tail: Tail) -> fx.Graph:

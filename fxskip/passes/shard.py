@@ -9,7 +9,7 @@ The exchanges block here; `split_collectives` takes them apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +18,10 @@ from torch import Tensor, fx
 from fxskip.collectives import expert_parallel as ep
 from fxskip.errors import PassError
 from fxskip.ir import NodeInfo, annotate, copy_graph, info, is_leaf, is_tensor, leaf_path, value
+from fxskip.parallel import ExpertStack
+
+ROUTED_ROWS = "fxskip_routed_rows"
+"""Marks, in a node's metadata, a value that has a row for each choice of a token; its example has one a token."""
 
 EXPERT = "expert"
 """Name of the mesh axis that experts are spread over."""
@@ -32,18 +36,19 @@ def exchange(rows: Tensor, routing: ep.Routing, direction: ep.Direction) -> Tens
     )
 
 
-def shard(graph: fx.Graph, experts: Mapping[str, int]) -> fx.Graph:
+def shard(graph: fx.Graph, experts: Iterable[ExpertStack]) -> fx.Graph:
     """Return a copy of `graph` in which this rank runs its own routed experts only.
 
-    Needs    the experts as leaves; `experts` says how many each module, by its path in the layer, has
+    Needs    the modules `experts` as leaves
     Changes  the leaf nodes of these modules
     Leaves   `graph` itself; everything else
     Raises   PassError where a module is not called with tokens, their experts and the weights of these
     """
     new = copy_graph(graph)
+    numbers = {stack.path: stack.experts for stack in experts}
     for node in list(new.nodes):
-        if is_leaf(node) and leaf_path(node) in experts:
-            _spread(new, node, experts[leaf_path(node)])
+        if is_leaf(node) and leaf_path(node) in numbers:
+            _spread(new, node, numbers[leaf_path(node)])
     new.lint()
     return new
 
@@ -51,23 +56,25 @@ def shard(graph: fx.Graph, experts: Mapping[str, int]) -> fx.Graph:
 def _spread(graph: fx.Graph, leaf: fx.Node, experts: int) -> None:
     hidden, index, weights = routed_arguments(leaf)
 
-    def call(function: Any, *args: Any, like: fx.Node | None = None) -> fx.Node:
+    def call(function: Any, *args: Any, rows_like: fx.Node | None = None) -> fx.Node:
         node = graph.call_function(function, args)
         about = info(leaf)
         assert about is not None
         annotate(node, NodeInfo("compute", about.write, kind=about.kind))
-        if like is not None:  # its number of rows is known when it runs, which no pass asks for
-            node.meta["example_value"] = torch.empty_like(value(like))
+        if (
+            rows_like is not None
+        ):  # how many rows is known when it runs; costs count one for each choice of a token
+            node.meta |= {"example_value": torch.empty_like(value(rows_like)), ROUTED_ROWS: True}
         return node
 
     with graph.inserting_before(leaf):
         counts = call(ep.start_counts, index, experts, EXPERT)
         order = call(ep.sort_by_expert, index)
-        rows = call(ep.permute, hidden, order, index, like=hidden)
+        rows = call(ep.permute, hidden, order, index, rows_like=hidden)
         routing = call(ep.wait_counts, counts, EXPERT)
-        arrived = call(exchange, rows, routing, "dispatch", like=hidden)
-        made = call(ep.run_own_experts, leaf_path(leaf), arrived, routing, like=hidden)
-        returned = call(exchange, made, routing, "combine", like=hidden)
+        arrived = call(exchange, rows, routing, "dispatch", rows_like=hidden)
+        made = call(ep.run_own_experts, leaf_path(leaf), arrived, routing, rows_like=hidden)
+        returned = call(exchange, made, routing, "combine", rows_like=hidden)
         routed = call(ep.unpermute, returned, order, weights, value(hidden).dtype)
     routed.meta.update(leaf.meta)
     leaf.replace_all_uses_with(routed)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -13,11 +15,12 @@ from torch.distributed.tensor import DTensor, Shard
 from fxskip.collectives.all_to_all import split_evenly
 from fxskip.errors import PassError
 from fxskip.leaves import holds_experts, make_leaf
-from fxskip.parallel import Ranks, RegionParallel
+from fxskip.parallel import ExpertStack, Ranks, RegionParallel
 from fxskip.passes.shard import EXPERT
 from fxskip.runtime.regions import Region
 from fxskip.runtime.same_everywhere import require_same_everywhere
-from fxskip.spec import Runtime, Spec
+from fxskip.schedule.hardware import DEFAULT_HARDWARE, hardware_names, load_hardware
+from fxskip.spec import Runtime, Schedule, Spec
 
 
 def is_parallel(spec: Spec) -> bool:
@@ -32,24 +35,40 @@ def spread(model: nn.Module, layers: Mapping[str, nn.Module], spec: Spec, mesh: 
     Raises PassError where the processes do not hold the same model, and where a layer's experts cannot be cut.
     """
     require_same_everywhere(model, spec, mesh)
-    runtime = spec.runtime or Runtime()
     found = {path: expert_paths(layer) for path, layer in layers.items()}
     for path, layer in layers.items():
         for inner in found[path]:
             _require_stacks(layer.get_submodule(inner), mesh[EXPERT].size(), f"module {path}.{inner}")
+    common = _common(spec, mesh)
     following = [*list(layers.values())[1:], None]
     for (path, layer), after in zip(layers.items(), following, strict=True):
         assert isinstance(layer, Region)
-        experts = {inner: _cut(layer, inner, mesh[EXPERT]) for inner in found[path]}
+        stacks = tuple(_cut(layer, inner, mesh[EXPERT]) for inner in found[path])
+        defers = common.mode != "reference" and after is not None and _has_several_streams(after)
         layer.fxskip_ranks = Ranks(mesh)
-        layer.fxskip_parallel = RegionParallel(
-            tuple(experts.items()),
-            runtime.mode,
-            defers=runtime.mode != "reference" and after is not None and _has_several_streams(after),
-        )
+        layer.fxskip_parallel = replace(common, experts=stacks, defers=defers)
     # DistributedDataParallel averages what all processes hold; each has experts of its own.
     sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
     model._ddp_params_and_buffers_to_ignore = sharded  # type: ignore[assignment]
+
+
+def _common(spec: Spec, mesh: DeviceMesh) -> RegionParallel:
+    """What is the same for all layers."""
+    schedule, mode = spec.schedule or Schedule(), (spec.runtime or Runtime()).mode
+    if schedule.overlap == "none":
+        mode = "reference"
+    ranks, hardware = mesh[EXPERT].size(), _hardware_here()
+    backend = dist.get_backend(mesh[EXPERT].get_group())
+    transport: Literal["nccl", "nccl_network", "gloo"] = "gloo"
+    if backend == "nccl":
+        transport = "nccl" if ranks <= load_hardware(hardware).domain.gpus else "nccl_network"
+    return RegionParallel((), ranks, mode, False, schedule, hardware, transport)
+
+
+def _hardware_here() -> str:
+    """The hardware file of this process's GPU; the default one where none is known or there is no GPU."""
+    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+    return next((known for known in hardware_names() if known in name), DEFAULT_HARDWARE)
 
 
 def expert_paths(layer: nn.Module) -> list[str]:
@@ -116,10 +135,11 @@ def _has_several_streams(layer: nn.Module) -> bool:
     return len(layer.fxskip_wiring.inputs) > 1
 
 
-def _cut(layer: nn.Module, inner: str, mesh: DeviceMesh) -> int:
-    """Keep this rank's experts of the module at `inner`; returns how many there are on all ranks."""
+def _cut(layer: nn.Module, inner: str, mesh: DeviceMesh) -> ExpertStack:
+    """Keep this rank's experts of the module at `inner`."""
     module = layer.get_submodule(inner)
     total = _number_of_experts(module)
+    each = sum(p.numel() for p in module.parameters()) // total
     sizes, rank = split_evenly(total, mesh.size()), mesh.get_local_rank()
     begin = sum(sizes[:rank])
     for name, parameter in list(module.named_parameters()):
@@ -133,7 +153,7 @@ def _cut(layer: nn.Module, inner: str, mesh: DeviceMesh) -> int:
         if "expert" in name and type(held) is int and held == total:
             setattr(module, name, sizes[rank])
     make_leaf(layer, inner)
-    return total
+    return ExpertStack(inner, total, each)
 
 
 def _number_of_experts(module: nn.Module) -> int:
