@@ -239,8 +239,6 @@ def _refuse_missing_stages(spec: Spec, mesh: Any) -> None:
     parallel, schedule, runtime = spec.parallel, spec.schedule, spec.runtime
     if parallel is not None and parallel.tensor is not None and parallel.tensor.size > 1:
         missing.append(f"parallel.tensor.size: {parallel.tensor.size}")
-    if parallel is not None and parallel.expert is not None and parallel.expert.exchange == "all_reduce":
-        missing.append("parallel.expert.exchange: all_reduce")
     if schedule is not None and schedule.solver != "list":
         missing.append(f"schedule.solver: {schedule.solver}")
     if schedule is not None and schedule.costs != "roofline":

@@ -8,10 +8,17 @@ from typing import Any, Literal
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxskip.errors import PassError
+from fxskip.leaves import running_layer
 from fxskip.schedule.hardware import Transport
 from fxskip.spec import Schedule
 
 Mode = Literal["scheduled", "reference", "eager_wait"]
+Exchange = Literal["all_to_all", "all_reduce"]
+
+EXPERT = "expert"
+"""Name of the mesh axis that experts are spread over."""
+TENSOR = "tensor"
+"""Name of the mesh axis that matrices are cut over."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,11 @@ class RegionParallel:
     """Name or path of the hardware file that costs are taken from."""
     transport: Transport | Literal["gloo"]
     """What moves the rows, for the cost of contention."""
+    exchange: Exchange = "all_to_all"
+    expert_axis: str = EXPERT
+    """Axis of the mesh that the experts are spread over."""
+    tensor_size: int = 1
+    """Ranks that matrices are cut over, on the axis "tensor"."""
 
 
 class Ranks:
@@ -62,3 +74,10 @@ class Ranks:
             "a model that is spread over processes cannot be pickled: its experts lie on several",
             hint="save_pretrained gathers them; torch.distributed.checkpoint saves each process's part",
         )
+
+
+def running_axis(name: str) -> DeviceMesh:
+    """One axis of the mesh that the layer which runs now is spread over."""
+    ranks = running_layer().fxskip_ranks
+    assert isinstance(ranks, Ranks)
+    return ranks.axis(name)

@@ -22,6 +22,7 @@ from fxskip.passes.defer import arrive, defer
 from fxskip.passes.find_stream import find_stream
 from fxskip.passes.functionalise import functionalise
 from fxskip.passes.order_gradients import order_gradients
+from fxskip.passes.partial_values import require_reduced
 from fxskip.passes.place import place
 from fxskip.passes.reroute import reroute
 from fxskip.passes.scattered_adds import join_scattered_adds, separate_scattered_adds
@@ -69,7 +70,7 @@ def parallelise(
 
     arriving   what the layer before leaves unfinished
     """
-    graph = shard(_wired(graph, wiring), parallel.experts)
+    graph = require_reduced(shard(_wired(graph, wiring), parallel))
     graph = order_gradients(split_collectives(graph, parallel.mode))
     if parallel.defers:
         graph = defer(graph)

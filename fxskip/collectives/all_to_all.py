@@ -31,6 +31,7 @@ class AllToAll:
 
     def issue(self, tensor: Tensor) -> Issued:
         """Start it with [sum(sent), ...]; the buffer is [sum(received), ...]."""
+        tensor = tensor.contiguous()
         buffer = tensor.new_empty((sum(self.received), *tensor.shape[1:]))
         work = dist.all_to_all_single(
             buffer, tensor, list(self.received), list(self.sent), group=self.group, async_op=True

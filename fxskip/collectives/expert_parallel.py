@@ -10,16 +10,15 @@ A token travels once for each expert that it is routed to; none is dropped. Rout
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fxskip.collectives.all_to_all import AllToAll, Counts, exchange_counts, split_evenly
 from fxskip.leaves import running_layer
-from fxskip.parallel import Ranks
+from fxskip.parallel import running_axis
 
 Direction = Literal["dispatch", "combine"]
 
@@ -61,7 +60,7 @@ def start_counts(index: Tensor, experts: int, axis: str) -> Counts:
 
     Raises a RuntimeError of torch for an index that is no expert.
     """
-    mesh = _axis(axis)
+    mesh = running_axis(axis)
     each = split_evenly(experts, mesh.size())[0]
     flat = index.flatten()
     counts = flat.new_zeros(experts, dtype=torch.int64).scatter_add_(
@@ -74,7 +73,7 @@ def start_counts(index: Tensor, experts: int, axis: str) -> Counts:
 def wait_counts(counts: Counts, axis: str) -> Routing:
     """The routing, as soon as the other ranks have told theirs."""
     sent, received = counts.get()
-    mesh = _axis(axis)
+    mesh = running_axis(axis)
     return Routing(tuple(map(sum, sent)), tuple(map(sum, received)), counts.received, mesh.get_group())
 
 
@@ -84,34 +83,45 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, order: Tensor, choices: int) -> Tensor:
         ctx.save_for_backward(order)
-        ctx.choices = choices
+        ctx.choices, ctx.pairs = choices, hidden.shape[0] * choices
         return hidden.index_select(0, order // choices)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (order,) = ctx.saved_tensors
-        rows = torch.empty_like(gradients[0]).index_copy_(0, order, gradients[0])
+        rows = _blank(gradients[0], order, ctx.pairs).index_copy_(0, order, gradients[0])
         return rows.view(-1, ctx.choices, rows.shape[-1]).sum(1), None, None
 
 
 def permute(hidden: Tensor, order: Tensor, index: Tensor) -> Tensor:
-    """[T, D] -> [T K, D]: each token once for each of its choices, in the order of experts."""
+    """[T, D] -> [R, D]: a token for each of its choices that `order` lists, in that order; R is T K or less."""
     return _Permute.apply(hidden, order, index.shape[1])  # type: ignore[no-any-return,no-untyped-call]
 
 
 def unpermute(rows: Tensor, order: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T K, D] -> [T, D]: what the experts made of each token, weighed and added in the order of its choices.
+    """[R, D] -> [T, D]: what the experts made of each token, weighed and added in the order of its choices.
 
-    The sum is taken in the wider type of rows and weights and returned as `dtype`, as transformers does.
+    A choice that `order` does not list adds nothing. The sum is taken in the wider type of rows and weights and returned as `dtype`, as transformers does.
 
     weights   [T, K] routing weights
     """
-    at_home = torch.empty_like(rows).index_copy(0, order, rows)
+    at_home = _blank(rows, order, weights.numel()).index_copy(0, order, rows)
     weighed = at_home.view(*weights.shape, rows.shape[-1]) * weights.unsqueeze(-1)
     return weighed.sum(1).to(dtype)
 
 
-def run_own_experts(path: str, rows: Tensor, routing: Routing) -> Tensor:
+def _blank(rows: Tensor, order: Tensor, pairs: int) -> Tensor:
+    """Room for all (token, choice) pairs, zero where `order` may leave some out."""
+    size = (pairs, *rows.shape[1:])
+    return rows.new_empty(size) if order.numel() == pairs else rows.new_zeros(size)
+
+
+class _KnowsExperts(Protocol):
+    def own_expert_of_each_row(self) -> Tensor:
+        """[R] int64: which own expert, counted from 0, each row is for."""
+
+
+def run_own_experts(path: str, rows: Tensor, routing: _KnowsExperts) -> Tensor:
     """What this rank's experts, the module at `path` of the layer that runs, make of rows [R, D]: [R, D], not weighed.
 
     The module is the model's own; it gets every row as a token with one choice of weight 1.
@@ -125,12 +135,6 @@ def run_own_experts(path: str, rows: Tensor, routing: Routing) -> Tensor:
     ones = rows.new_ones(rows.shape[0], 1)
     made: Tensor = torch.func.functional_call(module, own, (rows, experts.unsqueeze(-1), ones))
     return made[:count] if count == 0 else made
-
-
-def _axis(name: str) -> DeviceMesh:
-    ranks = running_layer().fxskip_ranks
-    assert isinstance(ranks, Ranks)
-    return ranks.axis(name)
 
 
 def local(parameter: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class Flight:
 
     def start_reverse(self, gradient: Tensor) -> Tensor:
         """Issue the reverse collective; returns the token that stands for its result."""
-        self._reverse = self._launch(self._collective.issue_reverse(gradient.contiguous()))
+        self._reverse = self._launch(self._collective.issue_reverse(gradient))
         self._token = _token_like(gradient)
         return self._token
 
@@ -159,7 +159,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, flight: Flight) -> Tensor:
         ctx.flight = flight
-        return flight.start(tensor.contiguous())
+        return flight.start(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -33,7 +33,7 @@ from fxskip.ir import (
 )
 from fxskip.passes.dependencies import draws_random_numbers, switches
 from fxskip.passes.shard import ROUTED_ROWS
-from fxskip.passes.split_collectives import is_start, is_wait
+from fxskip.passes.split_collectives import is_start, is_wait, sends_forward
 
 
 def stand_in(stream: Tensor) -> Tensor:
@@ -51,17 +51,11 @@ def defer(graph: fx.Graph) -> fx.Graph:
     Changes  the outgoing streams that depend on the exchange, to stand-ins; adds the node that leaves the rest
     Leaves   `graph` itself
     """
-    waits = [n for n in graph.nodes if is_wait(n)]
-    if not waits or any(n in switches(graph) for n in _from(waits[-1])):
-        return graph
     new = copy_graph(graph)
-    last = [n for n in new.nodes if is_wait(n)][-1]
-    cone = reachable([last], dataflow(new))
-    markers = stream_outputs(new)
-    unfinished = {index: marker for index, marker in markers.items() if marker in cone}
-    inside = [n for n in new.nodes if n in cone and n not in unfinished.values() and n.op != "output"]
-    if not unfinished or not all(map(_is_light, inside)) or _is_used_otherwise(inside, unfinished):
-        return graph
+    last = _last_arrival(new)
+    if last is None:
+        return new
+    unfinished, inside = _cone(new, last)
     tail, reads = _cut(inside, unfinished)
     start = last.args[0]
     assert isinstance(start, fx.Node)
@@ -77,6 +71,25 @@ def defer(graph: fx.Graph) -> fx.Graph:
         new.erase_node(node)
     new.lint()
     return new
+
+
+def _last_arrival(graph: fx.Graph) -> fx.Node | None:
+    """The wait that the next layer may do: of those that fewest streams depend on the last; None where none may."""
+    found: list[tuple[int, int, fx.Node]] = []
+    for position, node in enumerate(graph.nodes):
+        if is_wait(node) and sends_forward(node) and not any(n in switches(graph) for n in _from(node)):
+            unfinished, inside = _cone(graph, node)
+            if unfinished and all(map(_is_light, inside)) and not _is_used_otherwise(inside, unfinished):
+                found.append((len(unfinished), -position, node))
+    return min(found)[-1] if found else None
+
+
+def _cone(graph: fx.Graph, wait: fx.Node) -> tuple[dict[int, fx.Node], list[fx.Node]]:
+    """The markers of the outgoing streams that depend on a wait, and the nodes that do."""
+    cone = reachable([wait], dataflow(graph))
+    unfinished = {index: marker for index, marker in stream_outputs(graph).items() if marker in cone}
+    inside = [n for n in graph.nodes if n in cone and n not in unfinished.values() and n.op != "output"]
+    return unfinished, inside
 
 
 def _from(node: fx.Node) -> list[fx.Node]:

@@ -1,30 +1,31 @@
 """Spread the routed experts over the ranks of a mesh axis: an exchange in the place of all experts.
 
-    before   hidden, index, weights -> experts (a leaf) -> routed
-    after    index -> order, counts        each rank counts what it has for the experts of the others
-             hidden -> permute -> dispatch -> own experts -> combine -> unpermute -> routed
+    before       hidden, index, weights -> experts (a leaf) -> routed
+
+    all_to_all   index -> order, counts        each rank counts what it has for the experts of the others
+                 hidden -> permute -> dispatch -> own experts -> combine -> unpermute -> routed
+    all_reduce   index -> order                all ranks have the same tokens; each finds those of its own experts
+                 hidden -> enter -> permute -> own experts -> unpermute -> partial -> reduce -> routed
 
 The exchanges block here; `split_collectives` takes them apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxskip.collectives import expert_parallel as ep
+from fxskip.collectives import replicated_tokens as rt
 from fxskip.errors import PassError
 from fxskip.ir import NodeInfo, annotate, copy_graph, info, is_leaf, is_tensor, leaf_path, value
-from fxskip.parallel import ExpertStack
+from fxskip.parallel import ExpertStack, RegionParallel
+from fxskip.passes.partial_values import enter, marked, partial, reduce
 
 ROUTED_ROWS = "fxskip_routed_rows"
 """Marks, in a node's metadata, a value that has a row for each choice of a token; its example has one a token."""
-
-EXPERT = "expert"
-"""Name of the mesh axis that experts are spread over."""
 
 
 def exchange(rows: Tensor, routing: ep.Routing, direction: ep.Direction) -> Tensor:
@@ -36,49 +37,77 @@ def exchange(rows: Tensor, routing: ep.Routing, direction: ep.Direction) -> Tens
     )
 
 
-def shard(graph: fx.Graph, experts: Iterable[ExpertStack]) -> fx.Graph:
+def shard(graph: fx.Graph, parallel: RegionParallel) -> fx.Graph:
     """Return a copy of `graph` in which this rank runs its own routed experts only.
 
-    Needs    the modules `experts` as leaves
+    Needs    the experts as leaves
     Changes  the leaf nodes of these modules
     Leaves   `graph` itself; everything else
     Raises   PassError where a module is not called with tokens, their experts and the weights of these
     """
     new = copy_graph(graph)
-    numbers = {stack.path: stack.experts for stack in experts}
+    stacks: dict[str, ExpertStack] = {stack.path: stack for stack in parallel.experts}
+    spread = {"all_to_all": _exchange_rows, "all_reduce": _add_up}[parallel.exchange]
     for node in list(new.nodes):
-        if is_leaf(node) and leaf_path(node) in numbers:
-            _spread(new, node, numbers[leaf_path(node)])
+        if is_leaf(node) and (stack := stacks.get(leaf_path(node))) is not None:
+            with new.inserting_before(node):
+                routed = spread(node, stack.experts, parallel.expert_axis)
+            routed.meta.update(node.meta)
+            node.replace_all_uses_with(routed)
+            new.erase_node(node)
     new.lint()
     return new
 
 
-def _spread(graph: fx.Graph, leaf: fx.Node, experts: int) -> None:
+def _exchange_rows(leaf: fx.Node, experts: int, axis: str) -> fx.Node:
     hidden, index, weights = routed_arguments(leaf)
+    call = _Caller(leaf, hidden)
+    counts = call(ep.start_counts, index, experts, axis)
+    order = call(ep.sort_by_expert, index)
+    rows = call.rows(ep.permute, hidden, order, index)
+    routing = call(ep.wait_counts, counts, axis)
+    arrived = call.rows(exchange, rows, routing, "dispatch")
+    made = call.rows(ep.run_own_experts, leaf_path(leaf), arrived, routing)
+    returned = call.rows(exchange, made, routing, "combine")
+    return call(ep.unpermute, returned, order, weights, value(hidden).dtype)
 
-    def call(function: Any, *args: Any, rows_like: fx.Node | None = None) -> fx.Node:
-        node = graph.call_function(function, args)
-        about = info(leaf)
+
+def _add_up(leaf: fx.Node, experts: int, axis: str) -> fx.Node:
+    hidden, index, weights = routed_arguments(leaf)
+    call = _Caller(leaf, hidden)
+    choices = call(rt.own_choices, index, experts, axis)
+    order = call(rt.order_of, choices)
+    rows = call.rows(ep.permute, marked(leaf.graph, enter, hidden, axis), order, index)
+    made = call.rows(ep.run_own_experts, leaf_path(leaf), rows, choices)
+    entered = marked(leaf.graph, enter, weights, axis)
+    own = call.tokens(ep.unpermute, made, order, entered, value(hidden).dtype)
+    return call.tokens(reduce, call.tokens(partial, own, axis), axis)
+
+
+class _Caller:
+    """Adds operations that belong to the sub-block of a leaf."""
+
+    def __init__(self, leaf: fx.Node, hidden: fx.Node) -> None:
+        self._leaf, self._hidden = leaf, hidden
+
+    def __call__(self, function: Any, *args: Any) -> fx.Node:
+        node = self._leaf.graph.call_function(function, args)
+        about = info(self._leaf)
         assert about is not None
         annotate(node, NodeInfo("compute", about.write, kind=about.kind))
-        if (
-            rows_like is not None
-        ):  # how many rows is known when it runs; costs count one for each choice of a token
-            node.meta |= {"example_value": torch.empty_like(value(rows_like)), ROUTED_ROWS: True}
         return node
 
-    with graph.inserting_before(leaf):
-        counts = call(ep.start_counts, index, experts, EXPERT)
-        order = call(ep.sort_by_expert, index)
-        rows = call(ep.permute, hidden, order, index, rows_like=hidden)
-        routing = call(ep.wait_counts, counts, EXPERT)
-        arrived = call(exchange, rows, routing, "dispatch", rows_like=hidden)
-        made = call(ep.run_own_experts, leaf_path(leaf), arrived, routing, rows_like=hidden)
-        returned = call(exchange, made, routing, "combine", rows_like=hidden)
-        routed = call(ep.unpermute, returned, order, weights, value(hidden).dtype)
-    routed.meta.update(leaf.meta)
-    leaf.replace_all_uses_with(routed)
-    graph.erase_node(leaf)
+    def tokens(self, function: Any, *args: Any) -> fx.Node:
+        """One that gives a row a token, like the hidden states."""
+        node = self(function, *args)
+        node.meta["example_value"] = torch.empty_like(value(self._hidden))
+        return node
+
+    def rows(self, function: Any, *args: Any) -> fx.Node:
+        """One that gives a row for each choice of a token. How many is known when it runs; costs take the average."""
+        node = self.tokens(function, *args)
+        node.meta[ROUTED_ROWS] = True
+        return node
 
 
 def routed_arguments(leaf: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:

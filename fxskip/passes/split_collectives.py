@@ -1,23 +1,29 @@
-"""Take each exchange apart into its start and its wait, so that something can run in between.
+"""Take each exchange and sum apart into its start and its wait, so that something can run in between.
 
 before   rows -> exchange -> arrived
 after    rows -> start -> buffer -> wait -> arrived
                    flight ----------^
+
+So it goes with `reduce`, and with `enter`, whose start and wait send nothing in the forward pass, but in the backward.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 from torch import fx
 
 from fxskip.collectives import in_flight
+from fxskip.collectives.all_reduce import Enter, Reduce
 from fxskip.collectives.expert_parallel import Direction, Routing
 from fxskip.collectives.in_flight import Flight
-from fxskip.ir import copy_graph
+from fxskip.ir import copy_graph, op_name
 from fxskip.leaves import running_layer
-from fxskip.parallel import Mode
+from fxskip.parallel import Mode, running_axis
+from fxskip.passes.partial_values import enter, partial, reduce
 from fxskip.passes.shard import exchange
+
+Sum = Literal["reduce", "enter"]
 
 
 def take_off(routing: Routing, direction: Direction, at_once: bool) -> Flight:
@@ -26,17 +32,34 @@ def take_off(routing: Routing, direction: Direction, at_once: bool) -> Flight:
     return Flight(name, routing.exchange(direction), at_once=at_once)
 
 
-def split_collectives(graph: fx.Graph, mode: Mode) -> fx.Graph:
-    """Return a copy of `graph` in which each exchange is a start and a wait.
+def take_off_sum(kind: Sum, axis: str, at_once: bool) -> Flight:
+    """The flight of one sum over the ranks of `axis`, of a value or of its gradient."""
+    name = f"{kind} ({axis}) of decoder layer {running_layer().fxskip_layer}"
+    group = running_axis(axis).get_group()
+    return Flight(name, Reduce(group) if kind == "reduce" else Enter(group), at_once=at_once)
 
-    Changes  `exchange` nodes; in the modes `reference` and `eager_wait` a start waits at once
+
+def split_collectives(graph: fx.Graph, mode: Mode) -> fx.Graph:
+    """Return a copy of `graph` in which each exchange and each sum is a start and a wait.
+
+    Changes  the nodes `exchange`, `enter` and `reduce`; takes `partial` out. In the modes `reference` and `eager_wait`
+             a start waits at once
     Leaves   `graph` itself; the order of everything else
     """
     new = copy_graph(graph)
-    for node in [n for n in new.nodes if n.target is exchange]:
-        rows, routing, direction = node.args
+    at_once = mode != "scheduled"
+    for node in list(new.nodes):
+        if node.target is partial:
+            node.replace_all_uses_with(node.args[0])
+            new.erase_node(node)
+        if node.target not in (exchange, enter, reduce):
+            continue
+        rows, *how = node.args
         with new.inserting_before(node):
-            flight = _like(node, new.call_function(take_off, (routing, direction, mode != "scheduled")))
+            if node.target is exchange:
+                flight = _like(node, new.call_function(take_off, (*how, at_once)))
+            else:
+                flight = _like(node, new.call_function(take_off_sum, (op_name(node), *how, at_once)))
             buffer = _like(node, new.call_function(in_flight.start, (rows, flight)))
             arrived = _like(node, new.call_function(in_flight.wait, (buffer, flight)))
         flight.meta.pop("example_value", None)
@@ -56,11 +79,10 @@ def is_wait(node: fx.Node) -> bool:
     return node.target is in_flight.wait
 
 
-def direction(node: fx.Node) -> Any:
-    """Which way the exchange goes that a start node starts or a wait node waits for."""
+def sends_forward(node: fx.Node) -> bool:
+    """Whether the start or wait has something to send or receive in the forward pass."""
     flight = node.args[1]
-    assert isinstance(flight, fx.Node)
-    return flight.args[1]
+    return isinstance(flight, fx.Node) and not (flight.target is take_off_sum and flight.args[0] == "enter")
 
 
 def _like(node: fx.Node, new: fx.Node) -> fx.Node:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from typing import Literal
 
 import torch
@@ -15,8 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fxskip.collectives.all_to_all import split_evenly
 from fxskip.errors import PassError
 from fxskip.leaves import holds_experts, make_leaf
-from fxskip.parallel import ExpertStack, Ranks, RegionParallel
-from fxskip.passes.shard import EXPERT
+from fxskip.parallel import EXPERT, TENSOR, ExpertStack, Ranks, RegionParallel
 from fxskip.runtime.regions import Region
 from fxskip.runtime.same_everywhere import require_same_everywhere
 from fxskip.schedule.hardware import DEFAULT_HARDWARE, hardware_names, load_hardware
@@ -35,15 +35,15 @@ def spread(model: nn.Module, layers: Mapping[str, nn.Module], spec: Spec, mesh: 
     Raises PassError where the processes do not hold the same model, and where a layer's experts cannot be cut.
     """
     require_same_everywhere(model, spec, mesh)
-    found = {path: expert_paths(layer) for path, layer in layers.items()}
+    axis, common = expert_axis(spec), _common(spec, mesh)
+    found = {path: expert_paths(layer) if axis else [] for path, layer in layers.items()}
     for path, layer in layers.items():
         for inner in found[path]:
-            _require_stacks(layer.get_submodule(inner), mesh[EXPERT].size(), f"module {path}.{inner}")
-    common = _common(spec, mesh)
+            _require_stacks(layer.get_submodule(inner), common.ranks, f"module {path}.{inner}")
     following = [*list(layers.values())[1:], None]
     for (path, layer), after in zip(layers.items(), following, strict=True):
         assert isinstance(layer, Region)
-        stacks = tuple(_cut(layer, inner, mesh[EXPERT]) for inner in found[path])
+        stacks = tuple(_cut(layer, inner, mesh[common.expert_axis]) for inner in found[path])
         defers = common.mode != "reference" and after is not None and _has_several_streams(after)
         layer.fxskip_ranks = Ranks(mesh)
         layer.fxskip_parallel = replace(common, experts=stacks, defers=defers)
@@ -57,18 +57,59 @@ def _common(spec: Spec, mesh: DeviceMesh) -> RegionParallel:
     schedule, mode = spec.schedule or Schedule(), (spec.runtime or Runtime()).mode
     if schedule.overlap == "none":
         mode = "reference"
-    ranks, hardware = mesh[EXPERT].size(), _hardware_here()
-    backend = dist.get_backend(mesh[EXPERT].get_group())
+    sizes, axis, hardware = axes(spec), expert_axis(spec), _hardware_here()
+    ranks = sizes[axis] if axis else 1
     transport: Literal["nccl", "nccl_network", "gloo"] = "gloo"
-    if backend == "nccl":
-        transport = "nccl" if ranks <= load_hardware(hardware).domain.gpus else "nccl_network"
-    return RegionParallel((), ranks, mode, False, schedule, hardware, transport)
+    if dist.get_backend(mesh[next(iter(sizes))].get_group()) == "nccl":
+        transport = "nccl" if max(sizes.values()) <= load_hardware(hardware).domain.gpus else "nccl_network"
+    return RegionParallel(
+        (),
+        ranks,
+        mode,
+        False,
+        schedule,
+        hardware,
+        transport,
+        exchange=spec.parallel.expert.exchange if spec.parallel and spec.parallel.expert else "all_to_all",
+        expert_axis=axis or EXPERT,
+        tensor_size=sizes.get(TENSOR, 1),
+    )
 
 
 def _hardware_here() -> str:
     """The hardware file of this process's GPU; the default one where none is known or there is no GPU."""
     name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
     return next((known for known in hardware_names() if known in name), DEFAULT_HARDWARE)
+
+
+def axes(spec: Spec) -> dict[str, int]:
+    """The axes of the mesh that the spec asks for, and their sizes; those of size 1 are left out.
+
+    Experts whose tokens are replicated lie on the ranks that share matrices, where the spec has both: these ranks
+    have the same tokens anyway.
+
+    Raises PassError where the two sizes then differ.
+    """
+    expert, tensor = (spec.parallel.expert, spec.parallel.tensor) if spec.parallel else (None, None)
+    sizes = {TENSOR: tensor.size if tensor else 1, EXPERT: expert.size if expert else 1}
+    if expert and expert.exchange == "all_reduce" and min(sizes.values()) > 1:
+        if sizes[TENSOR] != sizes[EXPERT]:
+            raise PassError(
+                "parallelize",
+                f"parallel.expert.size is {sizes[EXPERT]} with exchange: all_reduce, and parallel.tensor.size is "
+                f"{sizes[TENSOR]}",
+                hint="both have the same tokens on all their ranks, so they are the same ranks: write equal sizes, or "
+                "exchange: all_to_all",
+            )
+        del sizes[EXPERT]
+    return {axis: size for axis, size in sizes.items() if size > 1}
+
+
+def expert_axis(spec: Spec) -> str | None:
+    """The axis that experts are spread over; None where they are not."""
+    if spec.parallel is None or spec.parallel.expert is None or spec.parallel.expert.size == 1:
+        return None
+    return EXPERT if EXPERT in axes(spec) else TENSOR
 
 
 def expert_paths(layer: nn.Module) -> list[str]:
@@ -87,47 +128,53 @@ def make_mesh(spec: Spec, mesh: DeviceMesh | None = None) -> DeviceMesh:
 
     Raises PassError where there is no process group, or where sizes or the transport do not fit.
     """
-    assert spec.parallel is not None and spec.parallel.expert is not None
-    size = spec.parallel.expert.size
+    sizes = axes(spec)
+    wanted = ", ".join(f"{axis}: {size}" for axis, size in sizes.items())
     if not (dist.is_available() and dist.is_initialized()):
         raise PassError(
             "parallelize",
-            f"parallel.expert.size is {size}, and this process belongs to no process group",
+            f"the spec spreads the model over {wanted}, and this process belongs to no process group",
             hint="start it with torchrun and call torch.distributed.init_process_group(); or leave parallel out of the "
             "spec to run in one process",
         )
     if mesh is None:
-        mesh = _mesh_over_all(size)
+        mesh = _mesh_over_all(sizes)
     names = mesh.mesh_dim_names or ()
-    if EXPERT not in names or mesh[EXPERT].size() != size:
+    if any(axis not in names or mesh[axis].size() != size for axis, size in sizes.items()):
         found = ", ".join(f"{name}: {mesh[name].size()}" for name in names) or "no named axis"
         raise PassError(
             "parallelize",
-            f"the spec says parallel.expert.size: {size}, and the mesh has {found}",
-            hint=f'init_device_mesh(device, (..., {size}), mesh_dim_names=(..., "{EXPERT}"))',
+            f"the spec asks for the axes {wanted}, and the mesh has {found}",
+            hint=f"init_device_mesh(device, {(..., *sizes.values())}, mesh_dim_names={(..., *sizes)})".replace(
+                "Ellipsis", "..."
+            ),
         )
     transport = (spec.runtime or Runtime()).transport
-    backend = dist.get_backend(mesh[EXPERT].get_group())
-    if transport not in ("auto", backend):
+    backends = {dist.get_backend(mesh[axis].get_group()) for axis in sizes}
+    if transport != "auto" and backends != {transport}:
         raise PassError(
             "parallelize",
-            f"runtime.transport: {transport}, and the process group runs over {backend}",
+            f"runtime.transport: {transport}, and the process group runs over {', '.join(sorted(backends))}",
             hint=f"init_process_group({transport!r}), or leave runtime.transport out",
         )
     return mesh
 
 
-def _mesh_over_all(size: int) -> DeviceMesh:
-    world = dist.get_world_size()
-    if world % size:
+def _mesh_over_all(sizes: Mapping[str, int]) -> DeviceMesh:
+    """Neighbours share matrices, then experts; what is left over is data parallel."""
+    world, needed = dist.get_world_size(), prod(sizes.values())
+    if world % needed:
         raise PassError(
             "parallelize",
-            f"parallel.expert.size is {size}, and there are {world} processes",
-            hint="start a multiple of parallel.expert.size processes, or pass mesh=",
+            f"the spec needs a multiple of {needed} processes, and there are {world}",
+            where="parallel: " + " x ".join(f"{axis} {size}" for axis, size in sizes.items()),
+            hint=f"start {needed} processes, or a multiple, or pass mesh=",
         )
     device = torch.accelerator.current_accelerator() if dist.get_backend() != "gloo" else None
     kind = device.type if device is not None else "cpu"
-    return init_device_mesh(kind, (world // size, size), mesh_dim_names=("data", EXPERT))
+    inner = sorted(sizes, key=[EXPERT, TENSOR].index)
+    shape = (world // needed, *(sizes[axis] for axis in inner))
+    return init_device_mesh(kind, shape, mesh_dim_names=("data", *inner))
 
 
 def _has_several_streams(layer: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from fxskip.collectives import expert_parallel as ep
 from fxskip.ir import is_matrix_product, is_tensor, op_name, storage, value
 from fxskip.parallel import RegionParallel
 from fxskip.passes.shard import ROUTED_ROWS
-from fxskip.passes.split_collectives import is_start
+from fxskip.passes.split_collectives import is_start, sends_forward
 from fxskip.schedule.hardware import Hardware, MatrixType
 from fxskip.schedule.sizes import DependsOnValues, product
 
@@ -46,7 +46,7 @@ class NodeCosts:
         """Microseconds of the node, alone on the machine; 0 for a view, and for what is no work of a device."""
         with suppress(DependsOnValues):
             if is_start(node):
-                return self.exchange_us(node)
+                return self.exchange_us(node) if sends_forward(node) else 0.0
             if node.target is ep.start_counts:
                 return 1e6 * self.hardware.collective_start_s.value
             if node.target is ep.wait_counts:
@@ -64,16 +64,17 @@ class NodeCosts:
         operands = [n for n in node.all_input_nodes if is_tensor(n)]
         if any(storage(n) == storage(node) for n in operands) and not is_heavy(node):
             return 0.0
-        moved = sum(self._size(n) * value(n).element_size() for n in (node, *operands))
-        seconds = moved / self.hardware.hbm_bytes_per_s.per_s
+        moved: int = sum(self._size(n) * value(n).element_size() for n in (node, *operands))
+        seconds: float = moved / self.hardware.hbm_bytes_per_s.per_s
         if is_heavy(node):
             seconds = max(seconds, self._flops(node, operands) / self._rate(node))
         return 1e6 * (seconds + self.hardware.kernel_start_s.value)
 
     def _rate(self, node: fx.Node) -> float:
         rates = self.hardware.matrix_flop_per_s
-        kind = _TYPES.get(value(node).dtype, "bfloat16")
-        return rates[kind if kind in rates else next(iter(rates))].per_s
+        kind: MatrixType = _TYPES.get(value(node).dtype, "bfloat16")
+        rate: float = rates[kind if kind in rates else next(iter(rates))].per_s
+        return rate
 
     def _flops(self, node: fx.Node, operands: list[fx.Node]) -> float:
         if node.target is ep.run_own_experts:
@@ -87,9 +88,11 @@ class NodeCosts:
         return 2.0 * product(value(node).shape) * product(value(operands[0]).shape[-1:])
 
     def exchange_us(self, node: fx.Node) -> float:
-        """Of the exchange that `node` starts or waits for."""
-        ranks, domain = self.parallel.ranks, self.hardware.domain
-        sent = self.bytes(node) * (ranks - 1) / ranks
+        """Of the exchange or sum that `node` starts or waits for. A ring sends what it adds up twice."""
+        domain = self.hardware.domain
+        is_sum = not _is_routed(node)
+        ranks = self.parallel.tensor_size if is_sum and self.parallel.tensor_size > 1 else self.parallel.ranks
+        sent = self.bytes(node) * (ranks - 1) / ranks * (2 if is_sum else 1)
         inside = ranks <= domain.gpus
         rate = domain.bytes_per_s(ranks) if inside else self.hardware.network.link_bytes_per_s.per_s
         return 1e6 * (sent / rate + self.hardware.collective_start_s.value)

@@ -16,9 +16,10 @@ from torch import fx
 from fxskip.collectives.border import arrived_value, leave_pending
 from fxskip.collectives.expert_parallel import start_counts, wait_counts
 from fxskip.ir import info, stream_inputs, stream_outputs
+from fxskip.parallel import EXPERT
 from fxskip.passes.defer import stand_in
 from fxskip.passes.dependencies import Unit
-from fxskip.passes.split_collectives import is_start, is_wait, take_off
+from fxskip.passes.split_collectives import is_start, is_wait, sends_forward, take_off, take_off_sum
 from fxskip.schedule.node_costs import NodeCosts, is_attention, is_heavy
 from fxskip.schedule.tasks import COMPUTE, HOST, Task, TaskGraph
 
@@ -91,7 +92,7 @@ class _Builder:
                     needs[name] |= {f"{copy - 1}.{r}" for r in self._crossing(group) if r in roles}
         self._add_arrival(tasks, needs, roles, copies)
         waits = {
-            role: tuple(u for u in self.units if self._is(u, is_wait) and any(u in g.before for g in group))
+            role: tuple(u for u in self.units if self._is(u, _waits) and any(u in g.before for g in group))
             for role, group in roles.items()
         }
         return RegionTasks(
@@ -106,12 +107,12 @@ class _Builder:
         self, tasks: list[Task], needs: dict[str, set[str]], roles: dict[str, list[Unit]], copies: int
     ) -> None:
         """A region that is looked at alone finds what arrives under way: it has to wait as if it had just started."""
-        arriving = [u for u in self.units if self._is(u, is_wait) and any(self._enters(b) for b in u.before)]
+        arriving = [u for u in self.units if self._is(u, _waits) and any(self._enters(b) for b in u.before)]
         if copies > 1 or not arriving:
             return
-        node = next(n for n in arriving[0].nodes if is_wait(n))
+        node = next(n for n in arriving[0].nodes if _waits(n))
         tasks.insert(
-            0, Task("0.arrival", "expert", self.costs.exchange_us(node), role="arrival", phase="forward")
+            0, Task("0.arrival", EXPERT, self.costs.exchange_us(node), role="arrival", phase="forward")
         )
         for role, group in roles.items():
             if any(u in unit.before for unit in group for u in arriving):
@@ -127,7 +128,7 @@ class _Builder:
         for unit in self.units:
             heavy = any(map(is_heavy, unit.nodes))
             level[unit] = max((level[b] for b in unit.before), default=0) + heavy
-            if self._enters(unit) or self._leaves(unit) or self._is(unit, is_wait):
+            if self._enters(unit) or self._leaves(unit) or self._is(unit, _waits):
                 continue
             if (collective := self._collective(unit)) is not None:
                 self.role[unit] = collective
@@ -145,17 +146,21 @@ class _Builder:
                 return f"counts {node.name}"
             if node.target is wait_counts:
                 return f"routing {node.name}"
-            if is_start(node) or node.target is take_off:
-                flight = node if node.target is take_off else node.args[1]
+            if is_start(node) or node.target in (take_off, take_off_sum):
+                flight = node.args[1] if is_start(node) else node
                 assert isinstance(flight, fx.Node)
+                if flight.target is take_off_sum and flight.args[0] == "enter":
+                    return None  # sends nothing forward
                 return f"{flight.args[1]} {flight.name}"
         return None
 
     def _block(self, unit: Unit) -> str:
-        """The sub-block that a unit belongs to; what no pass annotated, such as a fan out, belongs to its producer's."""
+        """The sub-block that a unit belongs to; what no pass annotated belongs to its producer's."""
         about = next((a for n in unit.nodes if (a := info(n)) is not None), None)
         if about is None:
-            return next((self.block[p] for p in reversed(self.units_before(unit)) if p in self.block), "stream")
+            return next(
+                (self.block[p] for p in reversed(self.units_before(unit)) if p in self.block), "stream"
+            )
         return "stream" if about.role in ("residual", "variant") else f"{about.kind}{about.write}"
 
     def units_before(self, unit: Unit) -> list[Unit]:
@@ -175,7 +180,7 @@ class _Builder:
     def _collectives_before(self) -> dict[Unit, frozenset[Unit]]:
         found: dict[Unit, frozenset[Unit]] = {}
         for unit in self.units:
-            own = frozenset({unit}) if self._is(unit, is_wait) else frozenset()
+            own = frozenset({unit}) if self._is(unit, _waits) else frozenset()
             found[unit] = own.union(*(found[b] for b in unit.before))
         return found
 
@@ -196,10 +201,10 @@ class _Builder:
         if any(n.target is wait_counts for n in nodes):
             return Task(role, HOST, us, role=role, phase="forward")
         if any(n.target is start_counts for n in nodes):
-            return Task(role, "expert", us, role=role, phase="forward")
-        if (start := next(filter(is_start, nodes), None)) is not None:
+            return Task(role, EXPERT, us, role=role, phase="forward")
+        if (start := next(filter(_starts, nodes), None)) is not None:
             held = self.costs.bytes(start)
-            return Task(role, "expert", us, role=role, phase="forward", bytes_in_flight=held)
+            return Task(role, _lane(start), us, role=role, phase="forward", bytes_in_flight=held)
         working = [n for n in nodes if self.costs.us(n)]
         heavy = [n for n in working if is_heavy(n)]
         attention = sum(self.costs.us(n) for n in heavy if is_attention(n)) > us / 2
@@ -219,7 +224,7 @@ class _Builder:
         found: set[str] = set()
         for unit in group:
             for before in unit.before:
-                sources = before.before if self._is(before, is_wait) else {before}
+                sources = before.before if self._is(before, _waits) else {before}
                 found |= {self.role[s] for s in sources if s in self.role}
         return found - {self.role[group[0]]}
 
@@ -229,19 +234,35 @@ class _Builder:
         for unit in group:
             entered = {b for b in unit.before if self._enters(b)}
             for before in unit.before:
-                if self._is(before, is_wait):
+                if self._is(before, _waits):
                     entered |= {b for b in before.before if self._enters(b)}
             for node in (n for one in entered for n in one.nodes):
                 left = self._left_for(node)
-                if left is not None and (source := self.unit_of.get(left)) in self.role:
-                    found.add(self.role[source])  # type: ignore[index]
+                source = self.unit_of.get(left) if left is not None else None
+                if source is not None and source in self.role:
+                    found.add(self.role[source])
         return found
 
     def _left_for(self, node: fx.Node) -> fx.Node | None:
         """What a region of this kind leaves for `node`, by which it enters the next."""
         if node.target is arrived_value:
-            left = self.leaving.args[1 + int(node.args[0])] if self.leaving is not None else None
+            left = self.leaving.args[1 + int(str(node.args[0]))] if self.leaving is not None else None
         else:
             number = next(i for i, marker in self.inputs.items() if marker is node)
             left = self.outputs[number].args[0] if number in self.outputs else None
         return left if isinstance(left, fx.Node) else None
+
+
+def _starts(node: fx.Node) -> bool:
+    return is_start(node) and sends_forward(node)
+
+
+def _waits(node: fx.Node) -> bool:
+    return is_wait(node) and sends_forward(node)
+
+
+def _lane(start: fx.Node) -> str:
+    """The queue of the group that a collective runs in."""
+    flight = start.args[1]
+    assert isinstance(flight, fx.Node)
+    return str(flight.args[1]) if flight.target is take_off_sum else EXPERT
