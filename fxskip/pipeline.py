@@ -33,6 +33,7 @@ from fxskip.passes.sub_blocks import sub_blocks
 from fxskip.passes.unshare import unshare
 from fxskip.passes.use_eager_kernels import use_eager_kernels
 from fxskip.passes.verify import verify
+from fxskip.passes.verify_flights import verify_flights
 from fxskip.schedule.order_region import order_region
 from fxskip.wiring import BlockWiring, RegionWiring, SubBlock
 
@@ -78,7 +79,7 @@ def parallelise(
         graph = arrive(graph, arriving)
     if parallel.mode != "reference":
         graph = place(graph, order_region(parallel, arriving.digest if arriving is not None else None))
-    return _finished(graph, eager=True)
+    return verify_flights(_finished(graph, eager=True))
 
 
 def _wired(graph: fx.Graph, wiring: RegionWiring) -> fx.Graph:
