@@ -35,7 +35,7 @@ def solve(
     rule: OrderRule = "free",
     max_in_flight_bytes: int | None = None,
     machine: Machine | None = None,
-    seconds: float = 1.5,
+    seconds: float = 1.2,
     seed: int = 0,
 ) -> Schedule:
     """A host order of all tasks, with each collective right behind its last producer.
