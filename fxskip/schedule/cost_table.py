@@ -73,8 +73,7 @@ def save_costs(table: CostTable, path: str | PathLike[str]) -> None:
 def merged_costs(per_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """One cost for each task from the medians of all ranks: their median, the lower one of an even number.
 
-    Every rank that merges the same medians in the same order gets the same numbers, bit for bit: a median of an even
-    number would be a mean, whose rounding is the only arithmetic.
+    Nothing is computed, only chosen, and ranks count alike: in whatever order they come, the result is the same.
 
     Raises ScheduleError where ranks measured different tasks or something that is no time.
     """
@@ -102,7 +101,7 @@ def merged_costs(per_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(), object_pairs_hook=_without_repeats)
     except (OSError, ValueError) as error:
         raise SpecError(
             "load_costs", f"{path} cannot be read: {error}", hint="give a table of costs"
@@ -110,3 +109,13 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise SpecError("load_costs", f"{path} holds no mapping", hint="see fxskip/schedule/cost_table.py")
     return data
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Python's reader would keep the last of two values of one name and say nothing."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} stands there twice")
+        found[name] = value
+    return found
