@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,6 +85,10 @@ class Schedule:
         """Part of all collective time that has compute beside it; 1 where there is no collective."""
         cost = sum(record.cost_us for record in self.collectives)
         return 1 - self.exposed_us / cost if cost else 1.0
+
+    def digest(self) -> str:
+        """SHA-256, in hex, of the steps: what ranks compare before the first collective."""
+        return hashlib.sha256("\n".join(map(str, self.steps)).encode()).hexdigest()
 
     @cached_property
     def at(self) -> dict[str, Placed]:
