@@ -44,20 +44,21 @@ def timeline(
     )
     margin = max(map(len, [*lanes, "us"])) + 2
     columns = int((end_us - start_us) / column_us) + 1
-    shown = [one for one in schedule.placed if one.end_us > start_us and one.start_us < end_us]
     exposed = {record.name for record in schedule.collectives if record.exposed_us}
-    rows = [f"{lane:<{margin}}" + _row([one for one in shown if one.lane == lane], start_us, column_us, columns, exposed)
-            for lane in lanes]  # fmt: skip
-    records = [
-        record for record in schedule.collectives if record.end_us > start_us and record.start_us < end_us
-    ]
+    rows = [f"{'us':<{margin}}" + _ruler(start_us, column_us, columns)]
+    for lane in lanes:
+        tasks = [
+            one
+            for one in schedule.placed
+            if one.lane == lane and start_us < one.end_us and one.start_us < end_us
+        ]
+        rows.append(f"{lane:<{margin}}" + _row(tasks, start_us, column_us, columns, exposed))
+    records = [one for one in schedule.collectives if start_us < one.end_us and one.start_us < end_us]
     head = (
         f"{title}   estimated   total {schedule.makespan_us:.0f} us   exposed {schedule.exposed_us:.0f} us   "
         f"1 column = {column_us:g} us"
     )
-    return "\n".join(
-        [head, f"{'us':<{margin}}" + _ruler(start_us, column_us, columns), *rows, *_lines(records)]
-    )
+    return "\n".join([head, *rows, *_lines(records)])
 
 
 def _column(span_us: float, width: int) -> float:

@@ -31,7 +31,7 @@ def test_a_row_a_lane_and_a_line_a_collective():
 tiny   estimated   total 300 us   exposed 80 us   1 column = 10 us
 us       0         100       200       300
 compute  [g][core0]  [experts0]      ||
-ep          [dispatch]         [comb]
+ep          [dispatc]          [comb]
 
 collective  start  end  bytes  us  exposed  waited by  hidden by
 dispatch0   30     120  4,096  90  20       experts0   core0 70; its only consumer experts0 needs it next and nothing \
