@@ -35,6 +35,11 @@ class GradientSum:
         """Whether all readers after `step` have arrived, so that its gradient is the next one to be added."""
         return self._next < len(self.readers) and self.readers[self._next] == step
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all readers have arrived."""
+        return self._next == len(self.readers)
+
     def take(self) -> Tensor | None:
         """Give the sum so far away, to be the start of the next reader's."""
         total, self.total, self._owned = self.total, None, False

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -12,9 +12,11 @@ from torch.utils import _pytree as pytree
 
 from fxskip.errors import PassError
 from fxskip.runtime.gradient_sum import GradientSum
-from fxskip.runtime.inner_graph import Use, cut, gradients, reached, recorded, stray, uses
+from fxskip.runtime.inner_graph import ANCHOR, Use, cut, gradients, reached, recorded, stray, uses
 from fxskip.runtime.program import Event, Step
 from fxskip.runtime.region_plan import Plan
+from fxskip.runtime.shared_casts import Edges, SharedCasts, shares_casts
+from fxskip.runtime.weight_gradients import WeightQueue
 
 Examined = dict[tuple[int, frozenset[str]], bool]
 """For a step, and what of its inputs wanted gradients: whether all of these could get one. That its graph was looked
@@ -27,32 +29,45 @@ class RegionCall:
     A value is known by the first name it had: a step may return one of its inputs, or a tensor twice.
     """
 
-    def __init__(self, plan: Plan, inputs: dict[str, Tensor], aliases: dict[str, str]) -> None:
-        """`inputs` are the inputs that get a gradient, those that are leaves outside as leaves; `aliases` names the
-        first of equal ones."""
+    def __init__(
+        self,
+        plan: Plan,
+        inputs: dict[str, Tensor],
+        aliases: dict[str, str],
+        pack: Callable[[Tensor], object] | None,
+    ) -> None:
+        """
+        inputs    what gets a gradient; leaves (parameters) are leaves here as well
+        aliases   for a further name of an input its first
+        pack      the hook for saved tensors while the steps run
+        """
         self.plan = plan
         self.aliases = aliases
-        self.sums: dict[str, GradientSum] = {}
-        self._leaves: dict[str, GradientEdge] = {}
-        self._partial: set[int] = set()
-        """Steps that read a value in a way that gives it no gradient."""
-        steps = len(plan.program.steps)
-        self._roots: list[list[tuple[str, GradientEdge]]] = [[] for _ in range(steps)]
-        self._cuts: list[list[tuple[str, GradientEdge]]] = [[] for _ in range(steps)]
-        for name, tensor in inputs.items():
-            self._give_gradient(name)
-            if tensor.requires_grad:
-                self._leaves[name] = get_gradient_edge(tensor)
+        self.sums = {name: GradientSum(plan.readers[name]) for name in inputs}
         for name, first in aliases.items():
-            if first in self.sums:
-                self.sums[first].also_read_by(plan.readers[name])
+            self.sums[first].also_read_by(plan.readers[name])
+        self._leaves = {
+            name: get_gradient_edge(tensor) for name, tensor in inputs.items() if tensor.requires_grad
+        }
+        kept = [
+            name for name in self._leaves if len(self.sums[name].readers) > 1 and shares_casts(inputs[name])
+        ]
+        self._casts = SharedCasts(self.sums, {name: self._leaves[name] for name in kept})
+        self._graphs: list[_Graph] = [_Graph([], []) for _ in plan.program.steps]
+        self._queues = {number: self._queue(number, pack) for number in plan.split}
+        self._held: dict[int, dict[str, list[Tensor]]] = {}
+        """For split steps, gradients of parameters that were computed together with those of the values."""
+
+    def _queue(self, number: int, pack: Callable[[Tensor], object] | None) -> WeightQueue:
+        inputs = {self.key(name) for name in self.plan.program.steps[number].inputs}
+        leaves = {name: edge.node for name, edge in self._leaves.items() if name in inputs}
+        return WeightQueue(
+            leaves.values(), [node for name, node in leaves.items() if name in self._casts], pack
+        )
 
     def key(self, name: str) -> str:
         """The value's first name."""
         return self.aliases.get(name, name)
-
-    def _give_gradient(self, name: str) -> None:
-        self.sums[name] = GradientSum(self.plan.readers[name])
 
     # --- forward -----------------------------------------------------------------------------------
 
@@ -63,27 +78,26 @@ class RegionCall:
         """
         step = self.plan.program.steps[number]
         keys = [self.key(name) for name in step.inputs]
-        values = dict(zip(keys, arguments, strict=True))
-        wanted = {key: value for key, value in values.items() if key in self.sums}
+        wanted = {key: value for key, value in zip(keys, arguments, strict=True) if key in self.sums}
         to_cut = [key for key in wanted if key not in self._leaves]
         handed = wanted | dict(zip(to_cut, cut([wanted[key] for key in to_cut]), strict=True))
-        given = (handed.get(key, value) for key, value in zip(keys, arguments, strict=True))
-        results = require_results(step, step.function(*given))
+        given = [handed.get(key, value) for key, value in zip(keys, arguments, strict=True)]
+        queue = self._queues.get(number)
+        with queue.open() if queue is not None else nullcontext():
+            results = require_results(step, step.function(*given))
 
-        self._cuts[number] = [
-            (key, self._leaves.get(key) or get_gradient_edge(tensor)) for key, tensor in handed.items()
-        ]
+        cuts = [(key, self._leaves.get(key) or get_gradient_edge(tensor)) for key, tensor in handed.items()]
+        self._graphs[number] = graph = _Graph([], cuts)
         known = {id(tensor): key for key, tensor in handed.items()}
-        found = [
-            self._result(number, name, result, known)
-            for name, result in zip(step.outputs, results, strict=True)
-        ]
+        pairs = zip(step.outputs, results, strict=True)
+        found = [self._result(number, name, result, known) for name, result in pairs]
         kind = (number, frozenset(handed))
         if kind not in examined or not handed:
             self._require_no_stray(number)
-            examined[kind] = self._reaches_all(number)
-        if not examined[kind]:
-            self._partial.add(number)
+            examined[kind] = all(reached(graph.root_edges(), graph.cut_edges()))
+        graph.partial = not examined[kind]
+        if self._casts:
+            graph.cuts = self._casts.replace(number, graph.root_edges(), graph.cuts)
         return found
 
     def _result(self, number: int, name: str, result: Any, known: dict[int, str]) -> Any:
@@ -97,13 +111,13 @@ class RegionCall:
             self.aliases[name] = key
             self.sums[key].also_read_by(self.plan.readers[name])
         else:
-            self._give_gradient(name)
-            self._roots[number].append((name, get_gradient_edge(result)))
+            self.sums[name] = GradientSum(self.plan.readers[name])
+            self._graphs[number].roots.append((name, get_gradient_edge(result)))
         return result if key in self._leaves else result.detach()
 
     def _require_no_stray(self, number: int) -> None:
-        ends = {edge.node for _, edge in self._cuts[number]}
-        found = stray([edge for _, edge in self._roots[number]], ends)
+        graph = self._graphs[number]
+        found = stray(graph.root_edges(), {edge.node for edge in graph.cut_edges()})
         if found is not None:
             raise PassError(
                 "scheduled region",
@@ -111,73 +125,127 @@ class RegionCall:
                 hint="name it in the step's inputs, and in those of the program",
             )
 
-    def _reaches_all(self, number: int) -> bool:
-        roots = [edge for _, edge in self._roots[number]]
-        return all(reached(roots, [edge for _, edge in self._cuts[number]]))
-
     def keep_only(self, outputs: Iterable[str]) -> dict[str, int]:
         """Drop the graphs that no gradient of these values gets to, as autograd does.
 
         Returns, for each value that a gradient gets to, the position of the backward event that completes it.
         """
-        wanted = dict.fromkeys(outputs, -1)
+        self._casts.begin_backward()
+        complete = dict.fromkeys(outputs, -1)
         for number in reversed(self.plan.forward):
-            roots, cuts = self._roots[number], self._cuts[number]
-            kept = [(key, edge) for key, edge in roots if key in wanted]
-            if len(kept) < len(roots) or number in self._partial:
-                gets = reached([edge for _, edge in kept], [edge for _, edge in cuts])
-                for (key, _), there in zip(cuts, gets, strict=True):
-                    if not there:
-                        self.sums[key].put(number, ())
-                self._cuts[number] = cuts = [c for c, there in zip(cuts, gets, strict=True) if there]
-                self._roots[number] = kept
+            graph = self._graphs[number]
+            kept = [(key, edge) for key, edge in graph.roots if key in complete]
+            if len(kept) < len(graph.roots) or graph.partial:
+                graph.roots = kept
+                self._drop_unreached(number)
             last = self.plan.last_event[number]
-            for key, _ in cuts:
-                wanted[key] = max(wanted.get(key, -1), last)
-        return wanted
+            for key, _ in graph.cuts:
+                complete[key] = max(complete.get(key, -1), last)
+                if (leaf := self._casts.leaf_of(key)) is not None:
+                    complete[leaf] = max(complete.get(leaf, -1), last)
+        return complete
+
+    def _drop_unreached(self, number: int) -> None:
+        graph = self._graphs[number]
+        later = self._queues[number].weights if number in self._queues and graph.roots else ()
+        there = reached(graph.root_edges(), graph.cut_edges())
+        cuts, graph.cuts = graph.cuts, []
+        for (key, edge), gets in zip(cuts, there, strict=True):
+            if gets or edge.node in later:
+                graph.cuts.append((key, edge))
+            else:
+                self._casts.put(key, number, ())
 
     # --- backward ----------------------------------------------------------------------------------
 
     def run_event(self, event: Event) -> None:
-        """Compute the gradients of what the step read from those of what it made, and let its graph go."""
-        roots, self._roots[event.step] = self._roots[event.step], []
-        cuts, self._cuts[event.step] = self._cuts[event.step], []
-        given = [(edge, self.sums.pop(key).total) for key, edge in roots]
-        reached = [(edge, gradient) for edge, gradient in given if gradient is not None]
-        del roots, given
-        if not reached:
-            for key, _ in cuts:
-                self.sums[key].put(event.step, ())
+        """Compute gradients of what the step read from those of what it made, and let its graph go."""
+        number, graph = event.step, self._graphs[event.step]
+        if event.part == "wgrad":
+            self._weight_gradients(number, graph.cuts)
             return
-        self._differentiate(event.step, [edge for edge, _ in reached], [g for _, g in reached], cuts)
+        given = [(edge, self.sums.pop(key).total) for key, edge in graph.roots]
+        graph.roots = []
+        roots = [edge for edge, gradient in given if gradient is not None]
+        known = [gradient for _, gradient in given if gradient is not None]
+        del given
+        cuts = graph.cuts
+        if event.part == "dgrad":
+            graph.cuts = [(key, edge) for key, edge in cuts if key in self._leaves]
+            self._held[number] = {}
+        else:
+            graph.cuts = []
+        if roots:
+            self._differentiate(number, roots, known, cuts)
+        else:
+            for key, _ in cuts:
+                self._put(key, number, ())
 
     def _differentiate(
-        self,
-        number: int,
-        roots: list[GradientEdge],
-        given: list[Tensor],
-        cuts: list[tuple[str, GradientEdge]],
+        self, number: int, roots: list[GradientEdge], given: list[Tensor], cuts: Edges
     ) -> None:
-        early: dict[str, list[Use]] = {}
+        """`given` are gradients of the step's results, at the edges `roots`; both lists are used up."""
+        apart: dict[str, list[Use]] = {}
         ends = {edge.node for _, edge in cuts}
         for key, edge in cuts:
-            total = self.sums[key]
-            if not total.is_turn_of(number):
-                # Readers after this step are still to come, and their gradients are added before those of this
-                # step's uses, one by one: so more than one use must not be added up here.
-                found = uses(roots, edge, ends)
-                if len(found) > 1:
-                    early[key] = found
-            elif (so_far := total.take()) is not None:
-                roots.append(edge)
-                given.append(so_far)
-                del so_far
+            if self._may_start_from_sum(number, key):
+                if (so_far := self.sums[key].take()) is not None:
+                    roots.append(edge)
+                    given.append(so_far)
+                    del so_far
+                continue
+            # Readers after this step are still to come, and their gradients are added before those of this step's
+            # uses, one by one: so these must not be added up here.
+            found = uses(roots, edge, ends)
+            if self._casts.has_direct_uses(number, key):
+                apart[key] = self._casts.without_casts(found)
+            elif len(found) > 1:
+                apart[key] = found
+        edges = [edge for _, edge in cuts]
+        if number in self._queues:
+            edges.append(get_gradient_edge(ANCHOR))  # products whose operands want no gradient run as well
         with ExitStack() as stack:
-            parts = {key: stack.enter_context(recorded(found)) for key, found in early.items()}
-            sums = gradients(roots, given, [edge for _, edge in cuts])
-        for (key, _), gradient in zip(cuts, sums, strict=True):
+            parts = {key: stack.enter_context(recorded(found)) for key, found in apart.items()}
+            sums = gradients(roots, given, edges)
+        for (key, _), gradient in zip(cuts, sums, strict=False):
             alone = () if gradient is None else (gradient,)
-            self.sums[key].put(number, parts.get(key, alone))
+            self._put(key, number, parts.get(key, alone))
+
+    def _may_start_from_sum(self, number: int, key: str) -> bool:
+        """Whether autograd itself can add the step's gradients of a value to those of the readers after it."""
+        held = number in self._held and key in self._leaves
+        return self.sums[key].is_turn_of(number) and not held and not self._casts.has_direct_uses(number, key)
+
+    def _put(self, key: str, number: int, parts: Sequence[Tensor]) -> None:
+        if number in self._held and key in self._leaves:
+            self._held[number][key] = list(parts)
+        else:
+            self._casts.put(key, number, parts)
+
+    def _weight_gradients(self, number: int, cuts: Edges) -> None:
+        held = self._held.pop(number)
+        later = self._queues.pop(number).weight_gradients(cuts)
+        for key, _ in cuts:
+            self._put(key, number, [*held.get(key, ()), *later.get(key, ())])
+        self._graphs[number].cuts = []
+
+
+class _Graph:
+    """The autograd graph of one step: where gradients of its results go in, and those of its inputs come out."""
+
+    __slots__ = ("cuts", "partial", "roots")
+
+    def __init__(self, roots: Edges, cuts: Edges) -> None:
+        self.roots = roots
+        self.cuts = cuts
+        self.partial = False
+        """Some input gets no gradient, whatever the results'."""
+
+    def root_edges(self) -> list[GradientEdge]:
+        return [edge for _, edge in self.roots]
+
+    def cut_edges(self) -> list[GradientEdge]:
+        return [edge for _, edge in self.cuts]
 
 
 def require_results(step: Step, results: Any) -> list[Any]:

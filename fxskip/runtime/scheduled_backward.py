@@ -10,19 +10,21 @@ still runs, so DDP and FSDP2 communicate under it, and `torch.autograd.grad` lea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxskip.errors import PassError, ScheduleError
 from fxskip.runtime.inner_graph import SavedTensors, hooks_of_the_caller
 from fxskip.runtime.program import Program, backward_order, forward_order
 from fxskip.runtime.region_call import Examined, RegionCall, require_results
 from fxskip.runtime.region_plan import Plan
+from fxskip.runtime.shared_casts import shares_casts
 from fxskip.runtime.step_values import StepValues, random_state
 
 
@@ -58,6 +60,7 @@ class ScheduledRegion:
         self._drain = drain or (lambda: None)
         self._examined: Examined = {}
         self._under_way = 0
+        self._leaves: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """Run the steps forward.
@@ -87,14 +90,28 @@ class ScheduledRegion:
             if _wants_gradient(value)
         }
         tensors = {name: inputs[name] for name, known in aliases.items() if name == known}
-        apart = {name: _apart(tensor) for name, tensor in tensors.items()}
-        call = RegionCall(self._plan, apart, {n: known for n, known in aliases.items() if n != known})
-        hooks = hooks_of_the_caller()
-        saved = SavedTensors() if hooks is not None else None
+        apart = {name: self._apart(tensor) for name, tensor in tensors.items()}
+        saved = SavedTensors() if hooks_of_the_caller() is not None else None
+        further = {name: known for name, known in aliases.items() if name != known}
+        call = RegionCall(self._plan, apart, further, saved.pack if saved is not None else None)
         with saved.collecting() if saved is not None else nullcontext():
             values = self._run_forward(inputs | {n: apart[known] for n, known in aliases.items()}, call)
         backward = _Backward(self, call, saved)
         return backward.connect(tensors, values)
+
+    def _apart(self, tensor: Tensor) -> Tensor:
+        """The same memory without its history; for a leaf, a leaf, so that no hook of the caller runs inside.
+
+        Under autocast that leaf is kept, or each call would leave its own cast of a parameter in autocast's cache.
+        """
+        if not tensor.is_leaf:
+            return tensor.detach()
+        if not shares_casts(tensor):
+            return tensor.detach().requires_grad_()
+        kept = self._leaves.get(tensor)
+        if kept is None or kept.data_ptr() != tensor.data_ptr() or kept.shape != tensor.shape:
+            kept = self._leaves[tensor] = tensor.detach().requires_grad_()
+        return kept
 
     def _run_forward(self, inputs: dict[str, Any], call: RegionCall | None) -> list[Any]:
         plan = self._plan
@@ -260,11 +277,6 @@ class _Piece(torch.autograd.Function):
 
 def _wants_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
-
-
-def _apart(tensor: Tensor) -> Tensor:
-    """The same memory without its history; a leaf of its own for a leaf, so that no hook of the caller runs inside."""
-    return tensor.detach().requires_grad_() if tensor.is_leaf else tensor.detach()
 
 
 def _draws_out_of_order(step: str) -> PassError:
