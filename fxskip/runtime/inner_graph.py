@@ -13,13 +13,15 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 
 from fxskip.errors import ScheduleError
 
-ANCHOR = torch.zeros((), requires_grad=True)
-"""What the inputs of a cut depend on, for autograd gives a node only to what depends on something. It never gets a
-gradient."""
+_CUTS = torch.zeros((), requires_grad=True)
+"""What cuts depend on, for autograd gives a node only to what depends on something. It never gets a gradient."""
+
+PRODUCTS = torch.zeros((), requires_grad=True)
+"""What products with a deferred weight gradient depend on. Differentiate by it too, and all of them run backward."""
 
 
 class Cut(torch.autograd.Function):
@@ -42,7 +44,7 @@ def cut(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The values, each to be differentiated by; none is kept alive. Floating-point or complex, of any shape."""
     if not values:
         return ()
-    found: tuple[Tensor, ...] = Cut.apply(ANCHOR, *values)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, ...] = Cut.apply(_CUTS, *values)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -130,14 +132,13 @@ def stray(roots: Sequence[GradientEdge], ends: Collection[Node]) -> str | None:
 
     Such a tensor would get no gradient.
     """
-    anchor = get_gradient_edge(ANCHOR).node
     for node in nodes(roots, ends):
-        if node in ends or node is anchor:
+        if node in ends:
             continue
         if isinstance(node, Cut._backward_cls):
             return "a value of another step"
         leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor) and leaf is not PRODUCTS:
             return f"a {type(leaf).__name__} of shape {list(leaf.shape)}"
     return None
 

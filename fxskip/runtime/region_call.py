@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from fxskip.errors import PassError
 from fxskip.runtime.gradient_sum import GradientSum
-from fxskip.runtime.inner_graph import ANCHOR, Use, cut, gradients, reached, recorded, stray, uses
+from fxskip.runtime.inner_graph import PRODUCTS, Use, cut, gradients, reached, recorded, stray, uses
 from fxskip.runtime.program import Event, Step
 from fxskip.runtime.region_plan import Plan
 from fxskip.runtime.shared_casts import Edges, SharedCasts, shares_casts
@@ -81,14 +81,18 @@ class RegionCall:
         wanted = {key: value for key, value in zip(keys, arguments, strict=True) if key in self.sums}
         to_cut = [key for key in wanted if key not in self._leaves]
         handed = wanted | dict(zip(to_cut, cut([wanted[key] for key in to_cut]), strict=True))
+        # Before the step runs: it may write into a tensor, and then the edge is that of what it wrote.
+        cuts = [(key, self._leaves.get(key) or get_gradient_edge(tensor)) for key, tensor in handed.items()]
         given = [handed.get(key, value) for key, value in zip(keys, arguments, strict=True)]
         queue = self._queues.get(number)
         with queue.open() if queue is not None else nullcontext():
             results = require_results(step, step.function(*given))
 
-        cuts = [(key, self._leaves.get(key) or get_gradient_edge(tensor)) for key, tensor in handed.items()]
         self._graphs[number] = graph = _Graph([], cuts)
-        known = {id(tensor): key for key, tensor in handed.items()}
+        unwritten = (
+            (k, handed[k]) for k, edge in cuts if handed[k].is_leaf or handed[k].grad_fn is edge.node
+        )
+        known = {id(tensor): key for key, tensor in unwritten}
         pairs = zip(step.outputs, results, strict=True)
         found = [self._result(number, name, result, known) for name, result in pairs]
         kind = (number, frozenset(handed))
@@ -203,7 +207,7 @@ class RegionCall:
                 apart[key] = found
         edges = [edge for _, edge in cuts]
         if number in self._queues:
-            edges.append(get_gradient_edge(ANCHOR))  # products whose operands want no gradient run as well
+            edges.append(get_gradient_edge(PRODUCTS))  # those whose operands want no gradient run as well
         with ExitStack() as stack:
             parts = {key: stack.enter_context(recorded(found)) for key, found in apart.items()}
             sums = gradients(roots, given, edges)

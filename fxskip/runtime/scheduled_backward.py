@@ -253,7 +253,7 @@ class _Piece(torch.autograd.Function):
     def forward(
         ctx: Any, backward: _Backward, number: int, values: tuple[Tensor, ...], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.backward, ctx.number = backward, number
+        ctx.backward_state, ctx.number = backward, number
         ctx.set_materialize_grads(False)
         if number == 0 and backward.saved is not None:
             ctx.save_for_backward(*backward.saved.hand_over())
@@ -267,7 +267,7 @@ class _Piece(torch.autograd.Function):
                 "create_graph=True: the gradients of a region cannot be differentiated again",
                 hint="run the program's steps plainly where second derivatives are needed",
             )
-        backward: _Backward = ctx.backward
+        backward: _Backward = ctx.backward_state
         if ctx.number == 0:
             backward.begin(gradients, ctx.saved_tensors)
         found = backward.run(ctx.number)

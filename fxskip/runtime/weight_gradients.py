@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from fxskip.runtime.inner_graph import ANCHOR, cut, gradients, hooks_of_the_caller, nodes
+from fxskip.runtime.inner_graph import PRODUCTS, cut, gradients, hooks_of_the_caller, nodes
 
 
 def product(function: Callable[..., Tensor], weights: tuple[int, ...], *args: Any, **kwargs: Any) -> Tensor:
@@ -113,7 +113,7 @@ class WeightQueue:
             [(get_gradient_edge(given[i]), get_gradient_edge(args[i])) for i in wanted if i in weights],
         )
         found: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            ANCHOR, item, self, result.detach(), *(args[i] for i in values)
+            PRODUCTS, item, self, result.detach(), *(args[i] for i in values)
         )
         return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,12 +147,16 @@ def random_forward(program: Program, draw: random.Random) -> tuple[str, ...]:
     return _random_order({name: set(needs) for name, needs in program.dependencies().items()}, draw)
 
 
-def random_backward(program: Program, draw: random.Random) -> tuple[str, ...]:
-    after: dict[str, set[str]] = {step.name: set() for step in program.steps}
-    for name, needs in program.dependencies().items():
-        for other in needs:
-            after[other].add(name)
-    return _random_order(after, draw)
+def random_backward(program: Program, draw: random.Random, split: Collection[str] = ()) -> tuple[str, ...]:
+    """`split` are steps whose weight gradients come at some time after the others."""
+    event = {step.name: f"{step.name}.dgrad" if step.name in split else step.name for step in program.steps}
+    before: dict[str, set[str]] = {event[name]: set() for name in event}
+    maker = {value: step.name for step in program.steps for value in step.outputs}
+    for step in program.steps:
+        for value in step.inputs:
+            if value in maker:
+                before[event[maker[value]]].add(event[step.name])
+    return _random_order(before | {f"{name}.wgrad": {f"{name}.dgrad"} for name in split}, draw)
 
 
 def _random_order(before: Mapping[str, set[str]], draw: random.Random) -> tuple[str, ...]:
