@@ -2,9 +2,9 @@
 
     python benchmarks/scheduled_backward.py --out benchmarks/results/scheduled-backward.json [--steps 200] [--pairs 30]
 
-A chain of steps on [1, 1] tensors, so that time is overhead; CPU time of this process, whose other threads sleep. Samples are taken in pairs, plain then scheduled, forward
-and backward timed apart; figures are medians in microseconds a step. `operations` of a step are elementwise; half of
-the steps read a parameter of their own.
+A chain of steps on [1, 1] tensors, so that time is overhead. Samples are taken in pairs, plain then scheduled, forward
+and backward timed apart; figures are medians in microseconds a step, of CPU time, which other processes do not change
+much. A step's operations are elementwise; every other step reads a parameter of its own.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ there (`torch.autograd.grad` stops at it), so a cut never runs and keeps no tens
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -40,12 +39,19 @@ class Cut(torch.autograd.Function):
         )
 
 
-def cut(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The values, each to be differentiated by; none is kept alive. Floating-point or complex, of any shape."""
+def cut(values: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[GradientEdge]]:
+    """The values, each to be differentiated by, and the edges where its gradient arrives; none is kept alive.
+
+    Floating-point or complex, of any shape.
+    """
     if not values:
-        return ()
+        return (), []
     found: tuple[Tensor, ...] = Cut.apply(_CUTS, *values)  # type: ignore[no-untyped-call]
-    return found
+    node = found[0].grad_fn
+    assert node is not None
+    # The Python object of a node does not keep it alive; a node of PyTorch's own that leads to it does.
+    owner = found[0].view_as(found[0]).grad_fn
+    return found, [GradientEdge(node, number, owner) for number in range(len(found))]
 
 
 def gradients(
@@ -105,19 +111,21 @@ def reached(roots: Sequence[GradientEdge], edges: Sequence[GradientEdge]) -> lis
     return [(edge.node, edge.output_nr) in found for edge in edges]
 
 
-@contextmanager
-def recorded(found: Sequence[Use]) -> Iterator[list[Tensor]]:
-    """While the graph is differentiated, collect the gradient of each use, in the order autograd makes them."""
-    parts: list[Tensor] = []
-    slots: dict[Node, list[int]] = {}
-    for node, slot in found:
-        slots.setdefault(node, []).append(slot)
-    handles = [node.register_hook(_recorder(parts, wanted)) for node, wanted in slots.items()]
-    try:
-        yield parts
-    finally:
+def record(wanted: Mapping[str, Sequence[Use]]) -> tuple[dict[str, list[Tensor]], Callable[[], None]]:
+    """From now on collect the gradient of each use, in the order autograd makes them; and what ends it."""
+    parts: dict[str, list[Tensor]] = {name: [] for name in wanted}
+    handles = []
+    for name, found in wanted.items():
+        slots: dict[Node, list[int]] = {}
+        for node, slot in found:
+            slots.setdefault(node, []).append(slot)
+        handles += [node.register_hook(_recorder(parts[name], at)) for node, at in slots.items()]
+
+    def remove() -> None:
         for handle in handles:
             handle.remove()
+
+    return parts, remove
 
 
 def _recorder(parts: list[Tensor], slots: Sequence[int]) -> Any:

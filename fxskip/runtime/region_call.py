@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from fxskip.errors import PassError
 from fxskip.runtime.gradient_sum import GradientSum
-from fxskip.runtime.inner_graph import PRODUCTS, Use, cut, gradients, reached, recorded, stray, uses
+from fxskip.runtime.inner_graph import PRODUCTS, Use, cut, gradients, reached, record, stray, uses
 from fxskip.runtime.program import Event, Step
 from fxskip.runtime.region_plan import Plan
 from fxskip.runtime.shared_casts import Edges, SharedCasts, shares_casts
@@ -80,9 +80,13 @@ class RegionCall:
         keys = [self.key(name) for name in step.inputs]
         wanted = {key: value for key, value in zip(keys, arguments, strict=True) if key in self.sums}
         to_cut = [key for key in wanted if key not in self._leaves]
-        handed = wanted | dict(zip(to_cut, cut([wanted[key] for key in to_cut]), strict=True))
-        # Before the step runs: it may write into a tensor, and then the edge is that of what it wrote.
-        cuts = [(key, self._leaves.get(key) or get_gradient_edge(tensor)) for key, tensor in handed.items()]
+        tensors, edges = cut([wanted[key] for key in to_cut])
+        handed = wanted | dict(zip(to_cut, tensors, strict=True))
+        # These edges, not those after the step has run: it may write into a tensor, which then has another one.
+        cuts = [
+            *zip(to_cut, edges, strict=True),
+            *((k, self._leaves[k]) for k in wanted if k in self._leaves),
+        ]
         given = [handed.get(key, value) for key, value in zip(keys, arguments, strict=True)]
         queue = self._queues.get(number)
         with queue.open() if queue is not None else nullcontext():
@@ -208,9 +212,11 @@ class RegionCall:
         edges = [edge for _, edge in cuts]
         if number in self._queues:
             edges.append(get_gradient_edge(PRODUCTS))  # those whose operands want no gradient run as well
-        with ExitStack() as stack:
-            parts = {key: stack.enter_context(recorded(found)) for key, found in apart.items()}
+        parts, remove = record(apart)
+        try:
             sums = gradients(roots, given, edges)
+        finally:
+            remove()
         for (key, _), gradient in zip(cuts, sums, strict=False):
             alone = () if gradient is None else (gradient,)
             self._put(key, number, parts.get(key, alone))

@@ -10,8 +10,8 @@ still runs, so DDP and FSDP2 communicate under it, and `torch.autograd.grad` lea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -118,7 +118,7 @@ class ScheduledRegion:
         values = StepValues(plan, inputs)
         for position, number in enumerate(plan.forward):
             step = plan.program.steps[number]
-            with self._draining(step.name, "forward"):
+            try:
                 arguments = values.arguments(number)
                 state = None if plan.in_order or step.random else random_state()
                 if call is None:
@@ -128,18 +128,16 @@ class ScheduledRegion:
                 if state is not None and random_state() != state:
                     raise _draws_out_of_order(step.name)
                 values.put(number, results)
-                del arguments, results
-                values.free(position)
+            except BaseException as error:
+                self._fail(error, step.name, "forward")
+                raise
+            del arguments, results
+            values.free(position)
         return values.returned()
 
-    @contextmanager
-    def _draining(self, step: str, direction: str) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            error.add_note(f"in the {direction} of step {step!r} of a scheduled region")
-            self._drain()
-            raise
+    def _fail(self, error: BaseException, step: str, direction: str) -> None:
+        error.add_note(f"in the {direction} of step {step!r} of a scheduled region")
+        self._drain()
 
     def _drain_abandoned(self) -> None:
         """A backward that was left in the middle, by an error outside of the region, may have left something in flight.
@@ -226,24 +224,25 @@ class _Backward:
             for position in events:
                 event = plan.backward[position]
                 try:
-                    with self.region._draining(plan.program.steps[event.step].name, "backward"):
-                        self.call.run_event(event)
-                except BaseException:
-                    self.call = None
-                    self.region._under_way -= 1
+                    self.call.run_event(event)
+                except BaseException as error:
+                    self._forget()
+                    self.region._fail(error, plan.program.steps[event.step].name, "backward")
                     raise
         found = [self.call.sums.pop(name).total for name in released]
         if number == len(self.pieces) - 1:
-            self.call = None
-            self.region._under_way -= 1
+            self._forget()
         return found
 
     def end(self) -> None:
         """Autograd is done. Where only some gradients were asked for, what the others' steps began is ended."""
         if self.call is not None:
-            self.call = None
-            self.region._under_way -= 1
+            self._forget()
             self.region._drain()
+
+    def _forget(self) -> None:
+        self.call = None
+        self.region._under_way -= 1
 
 
 class _Piece(torch.autograd.Function):

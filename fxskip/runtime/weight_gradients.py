@@ -103,14 +103,16 @@ class WeightQueue:
         """The product, connected to the step's graph by its operands and not by its weights."""
         wanted = [i for i, value in enumerate(args) if isinstance(value, Tensor) and value.requires_grad]
         given = list(args)
-        for i, tensor in zip(wanted, cut([args[i] for i in wanted]), strict=True):
+        tensors, edges = cut([args[i] for i in wanted])
+        own = dict(zip(wanted, edges, strict=True))
+        for i, tensor in zip(wanted, tensors, strict=True):
             given[i] = tensor
         result = function(*given, **kwargs)
         values = [i for i in wanted if i not in weights]
         item = _Deferred(
             get_gradient_edge(result),
-            [get_gradient_edge(given[i]) for i in values],
-            [(get_gradient_edge(given[i]), get_gradient_edge(args[i])) for i in wanted if i in weights],
+            [own[i] for i in values],
+            [(own[i], get_gradient_edge(args[i])) for i in wanted if i in weights],
         )
         found: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
             PRODUCTS, item, self, result.detach(), *(args[i] for i in values)
