@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxskip.errors import PassError, ScheduleError
@@ -62,6 +63,7 @@ class ScheduledRegion:
         self._under_way = 0
         self._leaves: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
+    @torch.compiler.disable(reason="each step has a graph of its own")  # type: ignore[untyped-decorator]
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """Run the steps forward.
 
@@ -106,7 +108,7 @@ class ScheduledRegion:
         """
         if not tensor.is_leaf:
             return tensor.detach()
-        if not shares_casts(tensor):
+        if not shares_casts(tensor) or type(tensor) not in (Tensor, Parameter):
             return tensor.detach().requires_grad_()
         kept = self._leaves.get(tensor)
         if kept is None or kept.data_ptr() != tensor.data_ptr() or kept.shape != tensor.shape:
@@ -133,7 +135,11 @@ class ScheduledRegion:
                 raise
             del arguments, results
             values.free(position)
-        return values.returned()
+        try:
+            return values.returned()
+        except PassError:
+            self._drain()
+            raise
 
     def _fail(self, error: BaseException, step: str, direction: str) -> None:
         error.add_note(f"in the {direction} of step {step!r} of a scheduled region")

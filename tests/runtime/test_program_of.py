@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from fxskip.errors import PassError
 from fxskip.leaves import run_leaf
@@ -153,8 +154,9 @@ def test_the_record_says_which_weight_gradients_are_split_off(block: tuple[Block
     }
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
 def test_exactly_the_recorded_weight_gradients_come_later(
-    block: tuple[Block, fx.Graph], monkeypatch: pytest.MonkeyPatch
+    block: tuple[Block, fx.Graph], monkeypatch: pytest.MonkeyPatch, recomputed: bool
 ) -> None:
     module, graph = block
     program = program_of(graph, whole_step(graph))
@@ -168,7 +170,10 @@ def test_exactly_the_recorded_weight_gradients_come_later(
         return found
 
     monkeypatch.setattr(WeightQueue, "weight_gradients", spy)
-    gradients(module, x, region(*by_placeholder(graph, module, x))[0])
+    inputs = by_placeholder(graph, module, x)
+    out = checkpoint(region, *inputs, use_reentrant=False) if recomputed else region(*inputs)
+    got = gradients(module, x, out[0])
+    assert_equal(got, gradients(module, x, fx.GraphModule(nn.Module(), graph)(*inputs)[0]))
     assert sorted(later) == sorted(w.weight for w in program.weight_gradients if w.deferred)
 
 
@@ -185,17 +190,24 @@ class Tied(nn.Module):
         return F.linear(h, self.inner.weight, self.inner.bias) @ self.inner.weight
 
 
-def test_attributes_are_inputs_and_their_hooks_run_once() -> None:
+@pytest.mark.parametrize(
+    ("names", "order"),
+    [
+        ("aabc", ("c.dgrad", "b.dgrad", "a.dgrad", "a.wgrad", "c.wgrad", "b.wgrad")),
+        ("aaaa", ("a.dgrad", "a.wgrad")),
+    ],
+)
+def test_attributes_are_inputs_and_their_hooks_run_once(names: str, order: tuple[str, ...]) -> None:
     module = Tied()
     graph = fx.symbolic_trace(module).graph
-    names = iter(["a", "a", "b", "c"])
-    program = program_of(graph, lambda node: next(names))
+    name = iter(names)
+    program = program_of(graph, lambda node: next(name))
     assert program.inputs == ("x", "inner.weight", "inner.bias")
     assert program.attributes == ("inner.weight", "inner.bias")
+    assert all(weight.deferred for weight in program.weight_gradients)
     x, runs = x_of(1), []
     want = gradients(module, x, module(x))
     module.inner.weight.register_post_accumulate_grad_hook(runs.append)
-    order = ("c.dgrad", "b.dgrad", "a.dgrad", "a.wgrad", "c.wgrad", "b.wgrad")
     region = ScheduledRegion(program, backward=order)
     got = gradients(module, x, region(x, *attribute_values(program, module))[0])
     assert_equal(got, want)
