@@ -241,7 +241,7 @@ def _refuse_missing_stages(spec: Spec, mesh: Any) -> None:
         missing.append(f"parallel.tensor.size: {parallel.tensor.size}")
     if schedule is not None and schedule.solver != "list":
         missing.append(f"schedule.solver: {schedule.solver}")
-    if schedule is not None and schedule.costs != "roofline":
+    if schedule is not None and schedule.costs == "measured":
         missing.append(f"schedule.costs: {schedule.costs}")
     if runtime is not None and runtime.transport == "copy_engine":
         missing.append("runtime.transport: copy_engine")

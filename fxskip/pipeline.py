@@ -65,11 +65,12 @@ def rewire(graph: fx.Graph, wiring: RegionWiring, *, eager: bool = True) -> fx.G
 
 
 def parallelise(
-    graph: fx.Graph, wiring: RegionWiring, parallel: RegionParallel, arriving: Tail | None
+    graph: fx.Graph, wiring: RegionWiring, parallel: RegionParallel, arriving: Tail | None, name: str
 ) -> fx.Graph:
     """The graph that runs on one rank of several: rewired, its experts spread, its exchanges under other work.
 
     arriving   what the layer before leaves unfinished
+    name       of the region, under which its schedule is noted
     """
     graph = require_reduced(shard(_wired(graph, wiring), parallel))
     graph = order_gradients(split_collectives(graph, parallel.mode))
@@ -78,7 +79,7 @@ def parallelise(
     if arriving is not None:
         graph = arrive(graph, arriving)
     if parallel.mode != "reference":
-        graph = place(graph, order_region(parallel, arriving.digest if arriving is not None else None))
+        graph = place(graph, order_region(parallel, arriving.digest if arriving is not None else None, name))
     return verify_flights(_finished(graph, eager=True))
 
 

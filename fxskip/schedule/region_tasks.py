@@ -30,6 +30,9 @@ _ALMOST_NOTHING_US = 0.01
 """Of a task that only takes views: times are positive."""
 
 
+_ROUTES: dict[object, str] = {start_counts: "counts", wait_counts: "routing"}
+
+
 @dataclass(frozen=True)
 class RegionTasks:
     """A region's units by task, and the task graph of one region or of several in a row."""
@@ -44,11 +47,11 @@ class RegionTasks:
     copies: int
 
     def order(self, host_order: Sequence[str]) -> list[Unit]:
-        """The units of the tasks of the last copy, in the order of a schedule of `graph`."""
+        """The units in the order that a schedule of `graph` gives a region between others."""
         found = dict.fromkeys(self.first)
         for name in host_order:
             task = self.graph[name]
-            if task.layer == self.copies - 1 and task.role in self.roles:
+            if task.layer == max(0, self.copies - 2) and task.role in self.roles:
                 found |= dict.fromkeys((*self.waits[task.role], *self.roles[task.role]))
         return list(found)
 
@@ -74,6 +77,7 @@ class _Builder:
         self.position = {unit: i for i, unit in enumerate(units)}
         self.block: dict[Unit, str] = {}
         self.role: dict[Unit, str] = {}
+        self.collective: dict[fx.Node, str] = {}
         self._name_roles()
 
     def build(self, copies: int) -> RegionTasks:
@@ -140,19 +144,24 @@ class _Builder:
             self.role[unit] = names[key]
 
     def _collective(self, unit: Unit) -> str | None:
-        """The role of a unit that prepares, starts or, on the host, ends an exchange."""
+        """The role of a unit that prepares, starts or, on the host, ends an exchange; a second one is dispatch.2."""
         for node in unit.nodes:
-            if node.target is start_counts:
-                return f"counts {node.name}"
-            if node.target is wait_counts:
-                return f"routing {node.name}"
+            if node.target in _ROUTES:
+                return self._numbered(node, _ROUTES[node.target])
             if is_start(node) or node.target in (take_off, take_off_sum):
                 flight = node.args[1] if is_start(node) else node
                 assert isinstance(flight, fx.Node)
                 if flight.target is take_off_sum and flight.args[0] == "enter":
                     return None  # sends nothing forward
-                return f"{flight.args[1]} {flight.name}"
+                named = flight.args[1] if flight.target is take_off else flight.args[0]
+                return self._numbered(flight, str(named))
         return None
+
+    def _numbered(self, node: fx.Node, name: str) -> str:
+        if node not in self.collective:
+            number = 1 + sum(one.partition(".")[0] == name for one in self.collective.values())
+            self.collective[node] = name if number == 1 else f"{name}.{number}"
+        return self.collective[node]
 
     def _block(self, unit: Unit) -> str:
         """The sub-block that a unit belongs to; what no pass annotated belongs to its producer's."""
