@@ -101,7 +101,8 @@ def permute(hidden: Tensor, order: Tensor, index: Tensor) -> Tensor:
 def unpermute(rows: Tensor, order: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """[R, D] -> [T, D]: what the experts made of each token, weighed and added in the order of its choices.
 
-    The sum is taken in the wider of their types and returned as `dtype`, as transformers does.
+    A choice that `order` does not list adds nothing. The sum is taken in the wider of the two types and returned as
+    `dtype`, as transformers does.
 
     weights   [T, K] routing weights
     """
