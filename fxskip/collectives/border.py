@@ -70,7 +70,7 @@ class _StandIn(torch.autograd.Function):
         return stream.new_full((1,), torch.nan).expand(stream.shape)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return (None,) * ctx.inputs
 
@@ -91,7 +91,7 @@ class _Join(torch.autograd.Function):
         return finished.view_as(finished)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         like, shape = ctx.like
         nothing = like.new_zeros((1,)).expand(shape) if ctx.needs_input_grad[0] else None

@@ -101,7 +101,7 @@ class _Permute(torch.autograd.Function):
         return hidden.index_select(0, order // choices)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (order,) = ctx.saved_tensors
         rows = _blank(gradients[0], order, ctx.pairs).index_copy_(0, order, gradients[0])
@@ -116,7 +116,8 @@ def permute(hidden: Tensor, order: Tensor, index: Tensor) -> Tensor:
 def unpermute(rows: Tensor, order: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """[R, D] -> [T, D]: what the experts made of each token, weighed and added in the order of its choices.
 
-    A choice that `order` does not list adds nothing. The sum is taken in the wider type of rows and weights and returned as `dtype`, as transformers does.
+    A choice that `order` does not list adds nothing. The sum is taken in the wider of the two types and returned as
+    `dtype`, as transformers does.
 
     weights   [T, K] routing weights
     """

@@ -32,6 +32,7 @@ from fxskip.ir import (
     writers,
 )
 from fxskip.passes.dependencies import draws_random_numbers, switches
+from fxskip.passes.shard import ROUTED_ROWS
 from fxskip.passes.split_collectives import is_start, is_wait, sends_forward
 
 
@@ -56,7 +57,7 @@ def defer(graph: fx.Graph) -> fx.Graph:
     start.target = in_flight.start_of_next
     for marker in unfinished.values():
         with new.inserting_before(marker):
-            nothing = new.call_function(stand_in, (stream_inputs(new)[0], *reads))
+            nothing = new.call_function(stand_in, (stream_inputs(new)[0], *map(_not_in_flight, reads)))
         nothing.meta["example_value"] = torch.empty_like(value(marker))
         marker.replace_input_with(marker.all_input_nodes[0], nothing)
     with new.inserting_before(next(n for n in new.nodes if n.op == "output")):
@@ -84,6 +85,11 @@ def _cone(graph: fx.Graph, wait: fx.Node) -> tuple[dict[int, fx.Node], list[fx.N
     unfinished = {index: marker for index, marker in stream_outputs(graph).items() if marker in cone}
     inside = [n for n in graph.nodes if n in cone and n not in unfinished.values() and n.op != "output"]
     return unfinished, inside
+
+
+def _not_in_flight(node: fx.Node) -> Any:
+    """The node, or what a buffer in flight is started from: nobody may read the buffer, and both have gradients."""
+    return node.args[0] if is_start(node) else node
 
 
 def _from(node: fx.Node) -> list[fx.Node]:
@@ -122,7 +128,8 @@ def _cut(inside: list[fx.Node], unfinished: dict[int, fx.Node]) -> tuple[Tail, l
 
 def _shape_alone(node: fx.Node) -> dict[str, Any]:
     """A node's metadata without what it was in its own layer."""
-    return {"example_value": torch.empty_like(v)} if isinstance(v := value(node), Tensor) else {}
+    kept = {ROUTED_ROWS: True} if ROUTED_ROWS in node.meta else {}
+    return kept | ({"example_value": torch.empty_like(v)} if isinstance(v := value(node), Tensor) else {})
 
 
 def arrive(graph: fx.Graph, tail: Tail) -> fx.Graph:

@@ -13,12 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxskip.errors import PassError
-from fxskip.ir import copy_graph, is_add, is_leaf, is_tensor, op_name, stream_inputs, value
+from fxskip.ir import copy_graph, is_add, is_leaf, op_name, stream_inputs, value
 from fxskip.linear import linear_operand
 
 

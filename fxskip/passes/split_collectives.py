@@ -9,7 +9,7 @@ So it goes with `reduce`, and with `enter`, whose start and wait send nothing in
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from torch import fx
 
@@ -36,14 +36,16 @@ def take_off(routing: Routing, direction: Direction, at_once: bool) -> Flight:
 def take_off_sum(kind: Sum, axis: str, at_once: bool) -> Flight:
     """The flight of one sum over the ranks of `axis`, of a value or of its gradient."""
     name = f"{kind} ({axis}) of decoder layer {running_layer().fxskip_layer}"
-    collective = {"reduce": Reduce, "enter": Enter}[kind]
-    return made_once(lambda: Flight(name, collective(running_axis(axis).get_group()), at_once=at_once))
+    group = running_axis(axis).get_group()
+    collective = Reduce(group) if kind == "reduce" else Enter(group)
+    return made_once(lambda: Flight(name, collective, at_once=at_once))
 
 
 def split_collectives(graph: fx.Graph, mode: Mode) -> fx.Graph:
     """Return a copy of `graph` in which each exchange and each sum is a start and a wait.
 
-    Changes  the nodes `exchange`, `enter` and `reduce`; takes `partial` out; in the modes `reference` and `eager_wait` a start waits at once
+    Changes  the nodes `exchange`, `enter` and `reduce`; takes `partial` out. In the modes `reference` and `eager_wait`
+             a start waits at once
     Leaves   `graph` itself; the order of everything else
     """
     new = copy_graph(graph)

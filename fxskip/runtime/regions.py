@@ -171,11 +171,19 @@ def _compiled(
     wiring: RegionWiring, lower: str, parallel: RegionParallel | None, arriving: Tail | None
 ) -> CompiledRegion:
     """The region function of a wiring: all layers of all models that run alike share its captures."""
-    name = f"{wiring.digest()}_{lower}"
-    if parallel is not None:
-        kind = f"{parallel} {arriving.digest if arriving else None}"
-        name += f"_{hashlib.sha256(kind.encode()).hexdigest()[:16]}"
+    name = region_name(wiring, lower, parallel, arriving)
     return compile_region(partial(_build, wiring, lower, parallel, arriving), len(wiring.outputs), name)
+
+
+def region_name(
+    wiring: RegionWiring, lower: str, parallel: RegionParallel | None, arriving: Tail | None
+) -> str:
+    """A name that regions have in common if, and only if, they run alike."""
+    name = f"{wiring.digest()}_{lower}"
+    if parallel is None:
+        return name
+    kind = f"{parallel} {arriving.digest if arriving else None}"
+    return f"{name}_{hashlib.sha256(kind.encode()).hexdigest()[:16]}"
 
 
 def _build(
@@ -189,7 +197,8 @@ def _build(
     if parallel is None:
         graph = rewire(module.graph, wiring, eager=lower == "none")
     else:
-        graph = parallelise(module.graph, wiring, parallel, arriving)
+        name = region_name(wiring, lower, parallel, arriving)
+        graph = parallelise(module.graph, wiring, parallel, arriving, name)
     return lowered(lower, fx.GraphModule(module, graph), example_inputs)
 
 

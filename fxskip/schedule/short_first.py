@@ -29,7 +29,7 @@ def short_first(
     """
     best = cost(order)
     for start_role, short_role in list(dict.fromkeys(_pairs(graph, problem, order))):
-        if time.monotonic() > deadline:
+        if time.thread_time() > deadline:
             break
         moved, complete = _moved(graph, problem, order, start_role, short_role)
         if (complete or not repeat) and moved != order and (us := cost(moved)) < best * (1 - 1e-9):

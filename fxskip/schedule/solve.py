@@ -35,7 +35,7 @@ def solve(
     rule: OrderRule = "free",
     max_in_flight_bytes: int | None = None,
     machine: Machine | None = None,
-    seconds: float = 1.5,
+    seconds: float = 1.2,
     seed: int = 0,
 ) -> Schedule:
     """A host order of all tasks, with each collective right behind its last producer.
@@ -43,8 +43,8 @@ def solve(
     rule                 what may stand before what, see `OrderRule`
     max_in_flight_bytes  cap on what collectives hold from their issue until their last consumer is enqueued
     machine              what candidates are simulated on; None: the makespan by the simple model counts
-    seconds              after which no further candidate is tried. The result is the same in every run unless
-                         this stops the search, so ranks receive it from one of them
+    seconds              of this thread's processor time, after which no further candidate is tried. The result is the
+                         same in every run unless this ends the search, so ranks receive it from one of them
     seed                 of the perturbed priorities
 
     Raises ScheduleError where no order obeys the rule, or none that was found the cap.
@@ -54,7 +54,7 @@ def solve(
     search = Search(
         lambda one, its: _candidates(one, its, seed, machine),
         lambda one, its: _cost_function(one, its, machine),
-        time.monotonic() + seconds,
+        time.thread_time() + seconds,
     )
     if rule == "periodic":
         method, order = periodic_order(graph, problem, search)
@@ -85,7 +85,7 @@ def _best(graph: TaskGraph, problem: Problem, search: Search) -> Found:
         us = cost(order)
         if best is None or us < best[0] * (1 - _SAME):
             best = (us, (method, order))
-        if best[0] <= problem.lower_bound * (1 + _SAME) or time.monotonic() > search.deadline:
+        if best[0] <= problem.lower_bound * (1 + _SAME) or time.thread_time() > search.deadline:
             break
     if best is None:
         raise ScheduleError(
@@ -101,10 +101,10 @@ def _with_periodic(graph: TaskGraph, problem: Problem, search: Search) -> Iterat
 
     A search over a whole step loses sight of what one place costs every layer; a pattern does not.
     """
-    started = time.monotonic()
+    started = time.thread_time()
     for number, found in enumerate(search.candidates(graph, problem)):
         yield found
-        if number >= _FIRST and time.monotonic() > started + 0.25 * (search.deadline - started):
+        if number >= _FIRST and time.thread_time() > started + 0.25 * (search.deadline - started):
             break
     if len(graph.layers) > _FEW_LAYERS and has_roles(graph):
         layered = Problem.of(graph, rule="layers", cap=problem.cap)
