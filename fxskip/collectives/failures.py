@@ -74,7 +74,8 @@ def _member(group: Any) -> _Member:
 def begin_pass() -> None:
     """A forward pass begins; an error before its first collective leaves the ranks in step."""
     for member in _MEMBERS.values():
-        member.at_pass_begin = member.issued
+        if not member.told:
+            member.at_pass_begin = member.issued
 
 
 def tell(error: BaseException | str, place: str) -> None:
