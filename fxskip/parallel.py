@@ -61,6 +61,11 @@ class Ranks:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
 
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All of it."""
+        return self._mesh
+
     def axis(self, name: str) -> DeviceMesh:
         """One axis of the mesh."""
         return self._mesh[name]

@@ -62,7 +62,7 @@ def shard(graph: fx.Graph, parallel: RegionParallel) -> fx.Graph:
 def _exchange_rows(leaf: fx.Node, experts: int, axis: str) -> fx.Node:
     hidden, index, weights = routed_arguments(leaf)
     call = _Caller(leaf, hidden)
-    counts = call(ep.start_counts, index, experts, axis)
+    counts = call(ep.start_counts, index, hidden, leaf_path(leaf), experts, axis)
     order = call(ep.sort_by_expert, index)
     rows = call.rows(ep.permute, hidden, order, index)
     routing = call(ep.wait_counts, counts, axis)

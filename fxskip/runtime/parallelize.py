@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from inspect import signature
 from math import prod
 from typing import Literal
 
@@ -224,6 +225,15 @@ def _require_stacks(module: nn.Module, ranks: int, where: str) -> None:
                 where=where,
                 hint="experts are cut along their first dimension; leave parallel.expert out for this architecture",
             )
+    needed = [p.name for p in signature(module.forward).parameters.values() if p.default is p.empty]
+    if len(needed) != 3:
+        raise PassError(
+            "parallelize",
+            f"{type(module).__name__} is called with ({', '.join(needed)})",
+            where=where,
+            hint="experts can be spread where their module takes tokens [T, D], the experts of each [T, K] and their "
+            "weights [T, K]; leave parallel.expert out for this architecture",
+        )
     if split_evenly(total, ranks)[-1] == 0:
         raise PassError(
             "parallelize",
