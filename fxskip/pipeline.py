@@ -27,6 +27,7 @@ from fxskip.passes.place import place
 from fxskip.passes.reroute import reroute
 from fxskip.passes.scattered_adds import join_scattered_adds, separate_scattered_adds
 from fxskip.passes.shard import shard
+from fxskip.passes.shard_tensors import shard_tensors
 from fxskip.passes.split_collectives import split_collectives
 from fxskip.passes.split_contributions import split_contributions
 from fxskip.passes.sub_blocks import sub_blocks
@@ -70,7 +71,8 @@ def parallelise(
 
     arriving   what the layer before leaves unfinished
     """
-    graph = require_reduced(shard(_wired(graph, wiring), parallel))
+    graph = shard(_wired(graph, wiring), parallel)
+    graph = require_reduced(shard_tensors(graph, parallel.tensor_size))
     graph = order_gradients(split_collectives(graph, parallel.mode))
     if parallel.defers:
         graph = defer(graph)

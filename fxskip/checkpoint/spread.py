@@ -37,6 +37,4 @@ def _part(given: Any, held: Any) -> Any:
     if given.shape != held.shape:
         return given  # load_state_dict says what is wrong with it
     # Every process has the whole tensor, so nothing needs to be sent.
-    return distribute_tensor(
-        given.to(held.device), held.device_mesh, held.placements, src_data_rank=None
-    )
+    return distribute_tensor(given.to(held.device), held.device_mesh, held.placements, src_data_rank=None)

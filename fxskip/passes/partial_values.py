@@ -13,13 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fxskip.collectives.cut_linear import own_part, run_cut_linear
 from fxskip.errors import PassError
-from fxskip.ir import copy_graph, is_add, is_leaf, is_tensor, op_name, stream_inputs, value
+from fxskip.ir import copy_graph, is_add, is_leaf, mutated_base, op_name, storage, stream_inputs, value
 from fxskip.linear import linear_operand
+from fxskip.parallel import TENSOR
 
 
 def enter(value: Tensor, axis: str) -> Tensor:
@@ -97,11 +98,16 @@ def tags(graph: fx.Graph) -> dict[fx.Node, Tag]:
     whose gradient would stay a part because it did not enter.
     """
     found: dict[fx.Node, Tag] = {}
+    written: dict[int, Tag] = {}
     with_gradient = differentiable(graph)
     for node in graph.nodes:
-        tag = _tag(node, found, with_gradient)
+        held = {a: tag for a in node.all_input_nodes if (tag := found.get(a) or written.get(storage(a) or 0))}
+        tag = _tag(node, held, with_gradient)
         if tag is not None:
             found[node] = tag
+            base = mutated_base(node)
+            if base is not None and (memory := storage(base)) is not None:
+                written[memory] = tag
     return found
 
 
@@ -114,12 +120,15 @@ def require_reduced(graph: fx.Graph) -> fx.Graph:
     return copy_graph(graph)
 
 
-def _tag(node: fx.Node, found: dict[fx.Node, Tag], with_gradient: set[fx.Node]) -> Tag | None:
+def _tag(node: fx.Node, tagged: dict[fx.Node, Tag], with_gradient: set[fx.Node]) -> Tag | None:
     operands = node.all_input_nodes
-    tagged = {a: found[a] for a in operands if a in found}
     if node.target is enter:
         _require(node, not tagged, tagged, "takes a value that all ranks have alike")
         return Tag("own", str(node.args[1]))
+    if node.target is own_part:
+        return Tag("own", str(node.args[2]))
+    if node.target is run_cut_linear:
+        _require(node, list(tagged.values()) == [Tag("own", TENSOR)], tagged, "takes what entered, or is cut")
     if node.target is partial or node.target is reduce:
         held: Literal["own", "partial"] = "own" if node.target is partial else "partial"
         wanted = Tag(held, str(node.args[1]))

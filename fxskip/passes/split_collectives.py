@@ -9,7 +9,7 @@ So it goes with `reduce`, and with `enter`, whose start and wait send nothing in
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from torch import fx
 
