@@ -21,6 +21,7 @@ from fxskip.passes.classify import classify
 from fxskip.passes.defer import arrive, defer
 from fxskip.passes.find_stream import find_stream
 from fxskip.passes.functionalise import functionalise
+from fxskip.passes.merge_collectives import merge_collectives
 from fxskip.passes.order_gradients import order_gradients
 from fxskip.passes.partial_values import require_reduced
 from fxskip.passes.place import place
@@ -72,7 +73,7 @@ def parallelise(
     arriving   what the layer before leaves unfinished
     """
     graph = shard(_wired(graph, wiring), parallel)
-    graph = require_reduced(shard_tensors(graph, parallel.tensor_size))
+    graph = require_reduced(merge_collectives(shard_tensors(graph, parallel.tensor_size)))
     graph = order_gradients(split_collectives(graph, parallel.mode))
     if parallel.defers:
         graph = defer(graph)

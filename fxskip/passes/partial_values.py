@@ -136,12 +136,15 @@ def _tag(node: fx.Node, tagged: dict[fx.Node, Tag], with_gradient: set[fx.Node])
         return Tag("partial", wanted.axis) if node.target is partial else None
     if not tagged or _is_number(node):
         return None
+    if any(tag.held == "partial" for tag in tagged.values()) and not is_add(node):
+        # A factor that entered is the same on all ranks.
+        tagged = {a: tag for a, tag in tagged.items() if a.target is not enter}
     (tag, *others) = dict.fromkeys(tagged.values())
     _require(node, not others, tagged, "mixes values that ranks hold in different ways")
     is_border = node.op == "output" or op_name(node) == "stream_out"
     _require(node, not is_border, tagged, "leaves the layer and must be the same on all ranks")
     _require(node, not is_leaf(node), tagged, "runs as it is, with parameters that all ranks have alike")
-    full = [a for a in operands if a in with_gradient and a not in tagged]
+    full = [a for a in operands if a in with_gradient and a not in tagged and a.target is not enter]
     if tag.held == "partial":
         _require(node, _keeps_sums(node, set(tagged)) and not full, tagged, "needs the whole sum")
         return tag
