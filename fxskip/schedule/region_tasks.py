@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from fxskip.collectives.border import arrived_value, leave_pending
+from fxskip.collectives.border import arrived_value, leave_pending, stand_in
 from fxskip.collectives.expert_parallel import start_counts, wait_counts
 from fxskip.ir import info, stream_inputs, stream_outputs
 from fxskip.parallel import EXPERT
-from fxskip.passes.defer import stand_in
 from fxskip.passes.dependencies import Unit
 from fxskip.passes.split_collectives import is_start, is_wait, sends_forward, take_off, take_off_sum
 from fxskip.schedule.node_costs import NodeCosts, is_attention, is_heavy

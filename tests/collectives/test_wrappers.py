@@ -1,7 +1,7 @@
 """DDP, FSDP2 and checkpointing around a student with exchanges in flight: to the last bit what blocking layers give."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,11 @@ def assert_as_blocking(wrap: Wrap, rank: int, *, steps: int = 2, mode: str = "sc
 
 
 def experts(module: nn.Module) -> set[nn.Parameter]:
-    return {p for p in module.parameters() if isinstance(p, DTensor) and p.device_mesh.mesh_dim_names == ("expert",)}
+    return {
+        p
+        for p in module.parameters()
+        if isinstance(p, DTensor) and p.device_mesh.mesh_dim_names == ("expert",)
+    }
 
 
 # --- DDP -----------------------------------------------------------------------------------------
@@ -181,7 +185,9 @@ def several_layers_in_one_checkpoint(rank: int, folder: Path) -> None:
         one, two = type(first).forward, type(second).forward
 
         def both(hidden: Any, **kwargs: Any) -> Any:
-            return second.__class__.__call__(second, first.__class__.__call__(first, hidden, **kwargs), **kwargs)
+            return second.__class__.__call__(
+                second, first.__class__.__call__(first, hidden, **kwargs), **kwargs
+            )
 
         del one, two
         module.model.layers = nn.ModuleList([_Two(both, first, second), module.model.layers[2]])  # type: ignore[union-attr,index]
@@ -220,7 +226,10 @@ def recompute_of_the_spec(rank: int, folder: Path) -> None:
         assert_as_blocking(recomputing, rank)
         assert exchanges(recomputing(in_mode(student(), "scheduled")), rank) == PLAIN
         found = recomputing(in_mode(student(), "scheduled"))
-        assert_same_bits(step(found, own_batch(rank), use_cache=False), step(in_mode(student(), "reference"), own_batch(rank)))
+        assert_same_bits(
+            step(found, own_batch(rank), use_cache=False),
+            step(in_mode(student(), "reference"), own_batch(rank)),
+        )
 
 
 def reentrant_checkpointing_is_refused(rank: int, folder: Path) -> None:
