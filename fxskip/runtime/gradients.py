@@ -101,8 +101,8 @@ def _parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter
     experts: dict[nn.Parameter, None] = {}
     for module in model.modules():
         parallel = getattr(module, "fxskip_parallel", None)
-        for path, _ in parallel.experts if isinstance(parallel, RegionParallel) else ():
-            experts |= dict.fromkeys(module.get_submodule(path).parameters())
+        for stack in parallel.experts if isinstance(parallel, RegionParallel) else ():
+            experts |= dict.fromkeys(module.get_submodule(stack.path).parameters())
     others = [p for p in model.parameters() if p not in experts and p.requires_grad]
     return (
         [p for p in experts if p.requires_grad],
