@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from fxskip.errors import ScheduleError
+
 
 class GradientSum:
     """The gradient of one value, while the steps that read it run backward.
@@ -52,6 +54,16 @@ class GradientSum:
             for gradient in self._arrived.pop(self.readers[self._next]):
                 self._add(gradient)
             self._next += 1
+
+    def result(self) -> Tensor | None:
+        """The gradient of the value; None for none."""
+        if not self.is_complete:
+            raise ScheduleError(
+                "scheduled backward",
+                f"a gradient is used before steps {list(self.readers[self._next :])} have given theirs",
+                hint="this is a defect in the scheduled backward: please report it with the program",
+            )
+        return self.total
 
     def _add(self, gradient: Tensor) -> None:
         if self.total is None:

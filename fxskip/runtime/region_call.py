@@ -127,11 +127,7 @@ class RegionCall:
         graph = self._graphs[number]
         found = stray(graph.root_edges(), {edge.node for edge in graph.cut_edges()})
         if found is not None:
-            raise PassError(
-                "scheduled region",
-                f"step {self.plan.program.steps[number].name!r} differentiates by {found} that is not among its inputs",
-                hint="name it in the step's inputs, and in those of the program",
-            )
+            raise differentiates_by_another(f"step {self.plan.program.steps[number].name!r}", found)
 
     def keep_only(self, outputs: Iterable[str]) -> dict[str, int]:
         """Drop the graphs that no gradient of these values gets to, as autograd does.
@@ -172,7 +168,7 @@ class RegionCall:
         if event.part == "wgrad":
             self._weight_gradients(number, graph.cuts)
             return
-        given = [(edge, self.sums.pop(key).total) for key, edge in graph.roots]
+        given = [(edge, self.sums.pop(key).result()) for key, edge in graph.roots]
         graph.roots = []
         roots = [edge for edge, gradient in given if gradient is not None]
         known = [gradient for _, gradient in given if gradient is not None]
@@ -256,6 +252,15 @@ class _Graph:
 
     def cut_edges(self) -> list[GradientEdge]:
         return [edge for _, edge in self.cuts]
+
+
+def differentiates_by_another(who: str, found: str) -> PassError:
+    """The error for a tensor that would get no gradient."""
+    return PassError(
+        "scheduled region",
+        f"{who} differentiates by {found} that is not among its inputs",
+        hint="name it in the step's inputs, and in those of the program",
+    )
 
 
 def require_results(step: Step, results: Any) -> list[Any]:

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fxskip.errors import PassError, ScheduleError
 from fxskip.runtime.inner_graph import SavedTensors, hooks_of_the_caller
 from fxskip.runtime.program import Program, backward_order, forward_order
-from fxskip.runtime.region_call import Examined, RegionCall, require_results
+from fxskip.runtime.region_call import Examined, RegionCall, differentiates_by_another, require_results
 from fxskip.runtime.region_plan import Plan
 from fxskip.runtime.shared_casts import shares_casts
 from fxskip.runtime.step_values import StepValues, random_state
@@ -81,7 +81,10 @@ class ScheduledRegion:
         named = dict(zip(program.inputs, inputs, strict=True))
         if torch.is_grad_enabled() and any(_wants_gradient(value) for value in inputs):
             return self._differentiable(named)
-        return tuple(self._run_forward(named, None))
+        results = self._run_forward(named, None)
+        if torch.is_grad_enabled() and any(_wants_gradient(result) for result in results):
+            raise differentiates_by_another("a step", "a tensor")
+        return tuple(results)
 
     def _differentiable(self, inputs: dict[str, Any]) -> tuple[Any, ...]:
         """Run forward, and make the chain of nodes that runs backward."""
@@ -235,7 +238,7 @@ class _Backward:
                     self._forget()
                     self.region._fail(error, plan.program.steps[event.step].name, "backward")
                     raise
-        found = [self.call.sums.pop(name).total for name in released]
+        found = [self.call.sums.pop(name).result() for name in released]
         if number == len(self.pieces) - 1:
             self._forget()
         return found

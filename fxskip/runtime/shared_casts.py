@@ -99,7 +99,7 @@ class SharedCasts:
 
     def _finish(self, name: str, first: int) -> None:
         leaf, edge = self._edges[name]
-        total = self._sums.pop(name).total
+        total = self._sums.pop(name).result()
         names, parts = self._waiting[leaf, first]
         if total is not None:
             [gradient] = gradients([edge], [total], [self._leaves[leaf]])

@@ -22,6 +22,7 @@ from fxskip.runtime.inner_graph import PRODUCTS, cut, gradients, hooks_of_the_ca
 def product(function: Callable[..., Tensor], weights: tuple[int, ...], *args: Any, **kwargs: Any) -> Tensor:
     """`function(*args, **kwargs)`, a tensor; the gradients of the arguments at `weights` may come later.
 
+    A position after the last argument (of a bias that is not there) does no harm.
     They do where a backward order splits the step that calls this, and where the weights are parameters or views of
     them. Anywhere else this is a plain call.
     """
@@ -83,7 +84,7 @@ class WeightQueue:
             return False  # a checkpoint in the step: it would recompute once for each of the two gradients
         if any(isinstance(value, Tensor) and value.requires_grad for value in kwargs.values()):
             return False
-        wanted = [args[i] for i in weights if isinstance(args[i], Tensor) and args[i].requires_grad]
+        wanted = [v for i, v in enumerate(args) if i in weights and isinstance(v, Tensor) and v.requires_grad]
         return bool(wanted) and all(self._is_parameter(weight) for weight in wanted)
 
     def _is_parameter(self, weight: Tensor) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -263,3 +265,26 @@ def test_steps_that_draw_random_numbers_are_found(p: float, training: bool, draw
     assert program_of(graph, lambda node: "a").steps[0].random is draws
     graph = fx.symbolic_trace(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=p)).graph
     assert program_of(graph, lambda node: "a").steps[0].random is (p > 0)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_a_split_region_leaves_nothing_alive(autocast: bool, differentiated: bool) -> None:
+    """Without the help of the garbage collector: no part of the graph refers to itself."""
+    module = Tied()
+    name = iter("aabc")
+    program = program_of(fx.symbolic_trace(module).graph, lambda node: next(name))
+    order = ("c.dgrad", "b.dgrad", "a.dgrad", "a.wgrad", "c.wgrad", "b.wgrad")
+    region = ScheduledRegion(program, backward=order)
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            (out,) = region(x_of(0), *attribute_values(program, module))
+        alive = [weakref.ref(out.grad_fn), weakref.ref(out.grad_fn.backward_state.call)]
+        if differentiated:
+            out.float().sum().backward()
+        del out
+        assert [weak() for weak in alive] == [None, None]
+    finally:
+        gc.enable()

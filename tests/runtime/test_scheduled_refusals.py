@@ -35,14 +35,33 @@ def test_double_backward_is_refused() -> None:
         torch.autograd.grad(loss, inputs["x"], create_graph=True)
 
 
-def test_a_step_that_reaches_a_tensor_beside_its_inputs_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("gradient", "found"),
+    [
+        (True, r"step 'only' differentiates by a Parameter of shape \[3\] that is not among its inputs"),
+        (False, "a step differentiates by a tensor that is not among its inputs"),
+    ],
+)
+def test_a_step_that_reaches_a_tensor_beside_its_inputs_is_refused(gradient: bool, found: str) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
-    region = one_step(lambda x: (x * weight,))
-    for gradient in (True, False):
-        x = torch.ones(3, requires_grad=gradient)
-        if gradient:
-            with pytest.raises(PassError, match=r"'only' differentiates by a Parameter of shape \[3\]"):
-                region(x)
+    with pytest.raises(PassError, match=found):
+        one_step(lambda x: (x * weight,))(torch.ones(3, requires_grad=gradient))
+
+
+def test_a_step_that_reaches_a_value_of_another_step_is_refused() -> None:
+    kept: list[Tensor] = []
+
+    def keep(a: Tensor) -> tuple[Tensor]:
+        kept.append(a * 2)
+        return (kept[0],)
+
+    steps = (
+        Step("make", lambda x: (x * 2,), ("x",), ("a",)),
+        Step("keep", keep, ("a",), ("b",)),
+        Step("take", lambda b: (b + kept[0],), ("b",), ("y",)),
+    )
+    with pytest.raises(PassError, match="step 'take' differentiates by a value of another step"):
+        ScheduledRegion(Program(steps, ("x",), ("y",)))(torch.ones(3, requires_grad=True))
 
 
 def test_a_list_with_gradients_in_it_is_refused() -> None:
