@@ -26,7 +26,7 @@ from torch import Tensor
 from fxskip.errors import FxskipError
 
 Tail = Literal["truncated", "ghost", "renormalised", "subset"]
-TAILS: tuple[str, ...] = get_args(Tail)
+TAILS: tuple[Tail, ...] = get_args(Tail)
 
 
 class Sums(NamedTuple):
@@ -87,7 +87,7 @@ def ghost(sums: Sums, everything: Tensor) -> Coefficients:
 def checked_tail(who: str, tail: object) -> str:
     if tail not in TAILS:
         raise FxskipError(who, f"tail is {tail!r}", hint=f"tail is one of {', '.join(TAILS)}")
-    return str(tail)
+    return tail
 
 
 def truncated_minimum(
