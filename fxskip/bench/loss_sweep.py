@@ -81,6 +81,6 @@ def on_copy(row_loss: RowLoss, scratch_tV: Tensor, logits_tV: Tensor) -> Work:
 
     def work() -> None:
         scratch_tV.copy_(logits_tV)
-        row_loss.begin(scratch_tV, scratch_tV, slice(0, len(scratch_tV)))()
+        row_loss.begin(scratch_tV, scratch_tV, slice(0, len(scratch_tV)), None)()
 
     return work

@@ -40,7 +40,9 @@ class TorchPairs:
     def __init__(self, target: OnlineTarget) -> None:
         self.target = target
 
-    def begin(self, product_tV: Tensor, gradient_tV: Tensor | None, rows: Rows) -> Finish:
+    def begin(
+        self, product_tV: Tensor, gradient_tV: Tensor | None, rows: Rows, spare: Tensor | None
+    ) -> Finish:
         target = self.target
         logp_tV = target.teacher.log_probs(target.teacher.scaled(target.teacher_product(product_tV, rows)))
         scaled_tV = target.student.scaled(product_tV)

@@ -10,6 +10,7 @@ from torch import Tensor
 from fxskip.loss import hidden_kernels as kernels
 from fxskip.loss.engine import Finish, Rows
 from fxskip.loss.hidden_rows import OnlineTarget
+from fxskip.loss.row_kernels import block_for
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,9 @@ class TritonPairs:
     def __init__(self, target: OnlineTarget, tuning: Tuning = Tuning()) -> None:
         self.target, self.tuning = target, tuning
 
-    def begin(self, product_tV: Tensor, gradient_tV: Tensor | None, rows: Rows) -> Finish:
+    def begin(
+        self, product_tV: Tensor, gradient_tV: Tensor | None, rows: Rows, spare: Tensor | None
+    ) -> Finish:
         target, student = self.target, self.target.student
         teacher_tV = target.teacher_product(product_tV, rows)
         tokens, columns = product_tV.shape
@@ -38,8 +41,8 @@ class TritonPairs:
             product_tV, product_tV.stride(0), teacher_tV, teacher_tV.stride(0), d_tV, d_tV.stride(0),
             unread(z_bias, product_tV), unread(y_bias, product_tV), target.share_N[rows].contiguous(), loss_t,
             target.beta, student.scale, student.softcap or 1.0, 1.0 / student.temperature,
-            V=columns, BLOCK=self.tuning.block, KIND=kind.value, WITH_GRADIENT=gradient_tV is not None,
-            HAS_Z_BIAS=z_bias is not None, HAS_Y_BIAS=y_bias is not None,
+            V=columns, BLOCK=block_for(columns, self.tuning.block), KIND=kind.value,
+            WITH_GRADIENT=gradient_tV is not None, HAS_Z_BIAS=z_bias is not None, HAS_Y_BIAS=y_bias is not None,
             HAS_SOFTCAP=student.softcap is not None, num_warps=self.tuning.warps,
         )  # fmt: skip
         return lambda: loss_t

@@ -147,9 +147,9 @@ def default_logits(operand_VD: Tensor, implementation: str) -> torch.dtype:
 
 def share_of_tokens(hidden: Tensor, token_weight: Tensor | None, denominator: Tensor) -> Tensor:
     """[N]: what a token's loss is multiplied by. In it before gradients are rounded to the dtype of the GEMMs."""
-    wide = accumulation_dtype(hidden.dtype)
-    weight_N = hidden.new_ones(len(hidden), dtype=wide) if token_weight is None else token_weight
-    return (weight_N / denominator).to(wide)
+    if token_weight is None:
+        return denominator.reciprocal().expand(len(hidden))
+    return token_weight / denominator
 
 
 register_gradient_rules(sparse_kl_operator)

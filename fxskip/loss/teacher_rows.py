@@ -34,6 +34,21 @@ class TeacherRows:
             return torch.ones_like(self.ids, dtype=torch.bool)
         return torch.arange(self.ids.shape[1], device=self.ids.device) < self.counts[:, None]
 
+    def p(self, dtype: torch.dtype) -> Tensor:
+        """[n, K]: probabilities, 0 where nothing is given."""
+        return torch.where(self.given(), self.logp.to(dtype), -torch.inf).exp()
+
+    def merged(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """ids and p [n, K], sorted by id: of equal ids the first has the sum of their p. Elsewhere -1 and 0."""
+        ids_nK, order_nK = torch.where(self.given(), self.ids, -1).sort(dim=-1, stable=True)
+        starts_nK = torch.ones_like(ids_nK, dtype=torch.bool)
+        starts_nK[:, 1:] = ids_nK[:, 1:] != ids_nK[:, :-1]
+        run_nK = starts_nK.cumsum(dim=-1) - 1
+        p_nK = self.p(dtype).gather(1, order_nK)
+        sums_nK = torch.zeros_like(p_nK).scatter_add_(1, run_nK, p_nK).gather(1, run_nK)
+        is_first_nK = starts_nK & (ids_nK >= 0)
+        return ids_nK.where(is_first_nK, -1), sums_nK.where(is_first_nK, 0.0)
+
     def require_valid(self, who: str, vocabulary: int, weight_N: Tensor | None) -> None:
         """Raises at the first wrong value of a row that counts. Waits for the device, once."""
         checked = self.given()
