@@ -55,8 +55,9 @@ def swept(setting: Setting, vocabulary: int) -> dict[str, Any]:
     head = Head(weight, None, 1.0, None, 1.0)
     teacher = TeacherRows(inputs.ids, inputs.logp, None)
     share = torch.full((len(hidden),), 1.0 / len(hidden), device=setting.device)
-    target = SparseTarget(head, teacher, share, "truncated", Shard(None, 0, len(weight), len(weight)))
-    online = OnlineTarget(head, head, hidden, share, 0.0)
+    shard = Shard(None, 0, len(weight), len(weight))
+    target = SparseTarget(head, teacher, share, "truncated", shard)
+    online = OnlineTarget(head, head, hidden, share, 0.0, shard)
     # A plain copy would be no kernel.
     work = {"negation": ("elementwise", partial(torch.neg, logits, out=scratch))}
     for tuning in SUPPORT_TUNINGS:

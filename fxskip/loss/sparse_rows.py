@@ -61,7 +61,7 @@ class TorchRows:
                 over_ranks = combined(every, sums.mass)
             row = coefficients(target.tail, over_ranks)
             share_t = target.share_N[rows].to(logits_tV.dtype)
-            if gradient_tV is not None:
+            if gradient_tV is not None and gradient_tV.shape[1] > 0:
                 d_rest_tV = logits_tV.sub_(row.rest_reference[:, None]).exp_().mul_(row.rest_factor[:, None])
                 d_taken_tK = row.support_factor[:, None] * (taken_tK - row.support_reference[:, None]).exp()
                 d_taken_tK -= row.p_factor[:, None] * support.p

@@ -48,11 +48,13 @@ class Case:
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.student_hidden, self.student_weight, self.teacher_hidden, self.teacher_weight
 
-    def expected(self, *, token_weight=None, denominator=None, beta=0.0, **after_gemm) -> list[Tensor]:
+    def expected(
+        self, *, token_weight=None, denominator=None, beta=0.0, vocabulary=None, **after_gemm
+    ) -> list[Tensor]:
         """The loss in float64, then its gradients by `self.student`."""
         leaves = [leaf.detach().double().requires_grad_() for leaf in self.student]
-        student = logits(*leaves, **after_gemm)
+        student = logits(*leaves, **after_gemm)[:, :vocabulary]
         bias = self.biases.get("teacher_bias")
-        teacher = logits(self.teacher_hidden, self.teacher_weight, bias, **after_gemm)
+        teacher = logits(self.teacher_hidden, self.teacher_weight, bias, **after_gemm)[:, :vocabulary]
         loss = kl(student, teacher, token_weight, denominator, beta)
         return [loss.detach(), *torch.autograd.grad(loss, leaves)]
