@@ -103,7 +103,7 @@ def many_chunks(setting: Setting, vocabulary: int, logits_dtype: torch.dtype | N
     inputs = draw_inputs(setting, 8192, vocabulary, width=512)
     teacher = inputs.ids, inputs.logp
     wide = [x.detach().double().requires_grad_() for x in (inputs.hidden, inputs.weight)]
-    (right,) = torch.autograd.grad(sparse_kl(*wide, *teacher, implementation="torch"), wide[1:])
+    (right,) = torch.autograd.grad(sparse_kl(wide[0], wide[1], *teacher, implementation="torch"), wide[1:])
 
     def error(**options: Any) -> float:
         loss = sparse_kl(inputs.hidden, inputs.weight, *teacher, **options)

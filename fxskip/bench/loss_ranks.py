@@ -146,7 +146,7 @@ def agreement(is_tiny: bool, rank: int, ranks: int) -> dict[str, Any]:
     setting = tiny() if is_tiny else FULL
     inputs = draw_inputs(setting, 2048, 8192, width=512)
     shard = inputs.weight.detach().chunk(ranks)[rank].clone().requires_grad_()
-    options = {"chunk_tokens": max(len(inputs.hidden) // 4, 1), "implementation": "triton"}
+    options: dict[str, Any] = {"chunk_tokens": max(len(inputs.hidden) // 4, 1), "implementation": "triton"}
     differences = {}
     for tail in TAILS:
         teacher = inputs.ids, inputs.logp

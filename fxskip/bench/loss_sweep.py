@@ -59,7 +59,7 @@ def swept(setting: Setting, vocabulary: int) -> dict[str, Any]:
     target = SparseTarget(head, teacher, share, "truncated", shard)
     online = OnlineTarget(head, head, hidden, share, 0.0, shard)
     # A plain copy would be no kernel.
-    work = {"negation": ("elementwise", partial(torch.neg, logits, out=scratch))}
+    work: dict[str, tuple[str, Work]] = {"negation": ("elementwise", partial(torch.neg, logits, out=scratch))}
     for tuning in SUPPORT_TUNINGS:
         name = f"support, block {tuning.support_block}, warps {tuning.support_warps}"
         work[name] = "take_support", on_copy(TritonRows(target, tuning), scratch, logits)

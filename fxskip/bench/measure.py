@@ -148,7 +148,7 @@ def kernel_ms(name: str, work: Work, *, repeats: int = 10) -> float:
             work()
 
     events = profiled(often)
-    times = [event.time_range.elapsed_us() / 1000 for event in events if name in event.name]
+    times: list[float] = [event.time_range.elapsed_us() / 1000 for event in events if name in event.name]
     if not times:
         raise FxskipError(
             "bench loss",

@@ -6,6 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fxskip.loss.feature_loss import feature_loss_operator
 from fxskip.loss.operators import hidden_kl_operator, sparse_kl_operator
 
 
@@ -19,7 +20,8 @@ def interpret_in_place(monkeypatch):
         monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
 
 
-BODIES = {operator._opoverload: operator._init_fn for operator in (hidden_kl_operator, sparse_kl_operator)}
+OPERATORS = feature_loss_operator, hidden_kl_operator, sparse_kl_operator
+BODIES = {operator._opoverload: operator._init_fn for operator in OPERATORS}
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 

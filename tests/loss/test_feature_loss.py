@@ -3,6 +3,7 @@ import torch
 
 from fxskip.errors import FxskipError
 from fxskip.loss import feature_loss
+from tests.loss.spies import Ledger
 
 WEIGHTS = torch.tensor([0.0, 2.0, 0.5, 1.0, 0.0, 3.0, 1.0])
 
@@ -39,6 +40,16 @@ def test_low_precision_is_rounded_once(kind):
     (right,) = torch.autograd.grad(formula(kind, wide, y.double()).mean(), wide)
     (got,) = torch.autograd.grad(feature_loss(x, y, kind=kind), x)
     assert (got.double() - right).norm() < 2e-3 * right.norm()
+
+
+@pytest.mark.parametrize("kind", ["mse", "cosine"])
+def test_without_gradients_none_is_formed(kind):
+    x, y = torch.randn(2, 50, 64).unbind()
+    x = x.requires_grad_()
+    with torch.no_grad(), Ledger(x, y) as ledger:
+        loss = feature_loss(x, y, kind=kind, chunk_tokens=1)
+    torch.testing.assert_close(loss, formula(kind, x, y).mean())
+    assert ledger.peak < x.nbytes
 
 
 def test_states_of_zero_and_masked_rows_add_nothing_wrong():

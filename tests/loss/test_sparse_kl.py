@@ -210,6 +210,26 @@ def test_the_truncated_minimum_counts_what_the_loss_counts():
     assert got.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logp": [[-1.0]]}, "truncated_minimum: logp is a list"),
+        ({"logp": torch.zeros(N)}, r"logp has shape \[13\]\n.*\[N, K\]"),
+        ({"logp": torch.zeros(N, K).long()}, "logp is torch.int64"),
+        ({"logp": torch.full((N, K), torch.nan)}, r"logp\[0, 0\] is nan"),
+        ({"logp": torch.zeros(N, K)}, "row 0 of logp add up to 5"),
+        ({"counts": torch.full((N,), K + 1)}, r"counts\[0\] is 6"),
+        ({"counts": COUNTS[1:]}, r"counts is torch.int64 \[12\]"),
+        ({"token_weight": -WEIGHTS}, r"token_weight\[1\] is -2.0"),
+        ({"denominator": 0.0}, "denominator is 0.0"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_a_bad_argument_of_the_minimum_is_named(change, message):
+    with pytest.raises(FxskipError, match=message):
+        truncated_minimum(**({"logp": Sparse().logp} | change))
+
+
 @IMPLEMENTATIONS
 def test_masked_rows_may_hold_anything(implementation):
     case = Sparse(options={"token_weight": WEIGHTS})
