@@ -1,6 +1,5 @@
 """`fxskip bench`: what fxskip's parts cost on this machine."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -44,7 +43,8 @@ def loss(
     tiny: Annotated[
         bool,
         typer.Option(
-            "--tiny", help="Check that everything runs, at sizes whose times mean nothing. Needs no GPU."
+            "--tiny",
+            help="Check that everything runs, at sizes whose times mean nothing. Without a GPU set TRITON_INTERPRET=1.",
         ),
     ] = False,
 ) -> None:
@@ -61,7 +61,7 @@ def loss(
       fxskip bench loss --tiny --out check.json
     """
     if tiny:
-        interpret_kernels()
+        require_kernels()
     if ranks > 1:
         if part:
             raise FxskipError(
@@ -90,14 +90,19 @@ def loss(
     run(out, part or list(PARTS), is_tiny=tiny)
 
 
-def interpret_kernels() -> None:
-    """Where there is no GPU, kernels run in Triton's interpreter; Triton reads the switch when they are defined."""
+def require_kernels() -> None:
+    """A tiny run without a GPU has Triton's interpreter; Triton reads the switch when it is imported, with torch."""
     import torch
 
-    if (
-        torch.cuda.device_count() == 0
-    ):  # unlike is_available, this leaves GPUs to processes that are forked later
-        os.environ["TRITON_INTERPRET"] = "1"
+    from fxskip.loss.implementation import is_interpreted
+
+    # Unlike is_available, device_count leaves GPUs to processes that are forked later.
+    if torch.cuda.device_count() == 0 and not is_interpreted():
+        raise FxskipError(
+            "bench loss",
+            "no CUDA GPU found, and Triton's interpreter is off",
+            hint="set TRITON_INTERPRET=1 before --tiny",
+        )
 
 
 @bench.command("plot")
