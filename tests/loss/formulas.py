@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from tests.loss.device import DEVICE
+
 
 def logits(hidden, weight, bias=None, scale=1.0, softcap=None, temperature=1.0) -> Tensor:
     z = hidden.double() @ weight.double().T
@@ -31,10 +33,10 @@ class Case:
     """Seeded student and teacher of different widths; `student` lists what a gradient is wanted for."""
 
     def __init__(self, *, tokens=13, width=6, vocabulary=17, dtype=torch.float32, bias=False, seed=0):
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(DEVICE).manual_seed(seed)
 
         def draw(*shape):
-            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+            return torch.randn(shape, generator=generator, dtype=torch.float64, device=DEVICE).to(dtype)
 
         self.student_hidden, self.student_weight = draw(tokens, width), draw(vocabulary, width)
         self.teacher_hidden, self.teacher_weight = draw(tokens, width + 2), draw(vocabulary, width + 2)

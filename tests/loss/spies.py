@@ -26,11 +26,11 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 class Spy(TorchDispatchMode):
-    """The largest number of elements that any operation returned, and how often each was run."""
+    """The largest number of elements that any operation returned, how often each was run, and FLOPs of products."""
 
     def __init__(self):
         super().__init__()
-        self.elements = 0
+        self.elements = self.flops = 0
         self.calls = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -40,6 +40,8 @@ class Spy(TorchDispatchMode):
         name = func.overloadpacket.__name__
         self.calls[name] = self.calls.get(name, 0) + 1
         result = func(*args, **(kwargs or {}))
+        if name in ("mm", "addmm"):
+            self.flops += 2 * args[-2].numel() * args[-1].shape[-1]
         for tensor in result if isinstance(result, tuple | list) else [result]:
             if isinstance(tensor, torch.Tensor):
                 self.elements = max(self.elements, tensor.numel())

@@ -70,7 +70,9 @@ def an_online_teacher_equals_one_process(rank: int) -> None:
         hidden, weight, bias = case.student
         right = case.expected(vocabulary=V, **options)
         right = [right[0], right[1], right[2][shard], right[3][shard]]
-        for implementation in ("torch", "triton") if has_triton() else ("torch",):
+        # The interpreter takes its time: forward KL is the reverse with other sums.
+        is_interpreted = options["beta"] > 0 and has_triton()
+        for implementation in ("torch", "triton") if is_interpreted else ("torch",):
             leaves = [hidden, *(leaf.detach()[shard].requires_grad_() for leaf in (weight, bias))]
             loss = hidden_kl(
                 *leaves[:2], case.teacher_hidden, case.teacher_weight[shard], student_bias=leaves[2],
@@ -93,7 +95,7 @@ def a_rank_may_hold_nothing_but_padding(rank: int) -> None:
         loss = sparse_kl(*leaves, case.ids, case.logp, tail="ghost", **options)
         got = [loss.detach(), *torch.autograd.grad(loss, leaves)]
         assert_close(got, [right[0], right[1], right[2][shard]])
-        for beta in (0.0, 0.5, 1.0):
+        for beta in (0.0, 0.5, 1.0) if implementation == "torch" else (0.5,):
             expected = pair.expected(vocabulary=V, beta=beta)
             leaves = [pair.student_hidden, pair.student_weight.detach()[shard].requires_grad_()]
             teacher = pair.teacher_hidden, pair.teacher_weight[shard]
@@ -163,6 +165,10 @@ def wrong_shards_are_refused(rank: int) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="gloo has the CPU's tensors; fxskip bench loss --ranks 2 compares on GPUs",
+)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     run_ranks(one_rank, RANKS, tmp_path / "store")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fxskip.loss import operators, sparse_kl
+from tests.loss.device import DEVICE
 from tests.loss.sparse_formulas import loss_and_gradients, relative_error
 from tests.loss.test_sparse_kl import NEEDS_TRITON
 
@@ -12,7 +13,7 @@ ROUNDED_ONCE, ROUNDED_TWICE = 1.75e-3, 2.5e-3
 
 
 def seeded(tokens, width=32, vocabulary=300, entries=20):
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     hidden = torch.randn(tokens, width, generator=generator).bfloat16()
     weight = (torch.randn(vocabulary, width, generator=generator) / 8).bfloat16()
     ids = torch.rand(tokens, vocabulary, generator=generator).topk(entries).indices

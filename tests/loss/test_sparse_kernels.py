@@ -10,6 +10,7 @@ from fxskip.loss.sparse_rows import SparseTarget, TorchRows
 from fxskip.loss.tails import TAILS
 from fxskip.loss.teacher_rows import TeacherRows
 from fxskip.loss.vocabulary import Shard
+from tests.loss.device import DEVICE
 from tests.loss.spies import interpret_in_place
 from tests.loss.test_sparse_kl import Sparse, assert_close
 
@@ -17,16 +18,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
 ]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def target(rows, columns, entries, tail="truncated", counts=None):
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     ids = torch.randint(columns, (rows, entries), generator=generator)
     logp = torch.randn(rows, entries, generator=generator).log_softmax(-1) - 0.1
-    head = Head(torch.zeros(columns, 1, device=DEVICE), None, 1.0, None, 1.0)
-    teacher = TeacherRows(ids.to(DEVICE), logp.to(DEVICE), counts)
-    share = torch.full((rows,), 0.25, device=DEVICE)
+    head = Head(torch.zeros(columns, 1), None, 1.0, None, 1.0)
+    teacher = TeacherRows(ids, logp, counts)
+    share = torch.full((rows,), 0.25)
     return SparseTarget(head, teacher, share, tail, Shard(None, 0, columns, columns))
 
 
@@ -42,7 +42,7 @@ def test_rows_of_several_steps_and_a_rest(tail, columns):
     from fxskip.loss.sparse_triton import TritonRows, Tuning
 
     made = target(3, columns, 7, tail)
-    logits = torch.randn(3, columns, device=DEVICE)
+    logits = torch.randn(3, columns)
     got = outcome(TritonRows(made, Tuning(block=16, warps=1)), logits.clone())
     assert_close(got, outcome(TorchRows(made), logits.double()))
 
@@ -72,11 +72,9 @@ def test_rows_further_apart_than_32_bit_numbers_reach(monkeypatch):
 
     interpret_in_place(monkeypatch)
     columns, stride = 50, 2**31
-    far = torch.empty(stride + columns, dtype=torch.bfloat16, device=DEVICE).as_strided(
-        (2, columns), (stride, 1)
-    )
+    far = torch.empty(stride + columns, dtype=torch.bfloat16).as_strided((2, columns), (stride, 1))
     made = target(2, columns, 7)
-    logits = torch.randn(2, columns, device=DEVICE).bfloat16()
+    logits = torch.randn(2, columns).bfloat16()
     near = outcome(TritonRows(made), logits.clone())
     far.copy_(logits)
     got = outcome(TritonRows(made), far)
