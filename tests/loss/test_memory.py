@@ -1,13 +1,14 @@
-"""The bytes of docs/loss.md, "Memory and speed": what `sparse_kl` holds above its inputs."""
+"""The bytes of docs/loss.md, "Memory and speed": what the kernels hold above their inputs."""
 
 import pytest
 import torch
 
-from fxskip.loss import sparse_kl
+from fxskip.loss import hidden_kl, sparse_kl
 from fxskip.loss.spare import Spare
 from tests.loss.spies import Ledger, interpret_in_place
 from tests.loss.test_sparse_kl import NEEDS_TRITON, has_triton
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 N, V, K = 64, 200, 5
 PADDED = 256  # rows of the logits begin at multiples of 128
 SCALARS = 64  # the loss, its sums and the denominator, of 4 or 8 bytes each
@@ -56,6 +57,22 @@ def test_what_does_not_fit_into_d_hidden_is_allocated_for_one_chunk():
         least = 0 if wants_hidden else scratch  # some of it fits
         losses = 16 * 4  # of the step's other chunk
         assert least < ledger.peak - fixed <= scratch + losses + SCALARS
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_an_online_teacher_has_one_chunk_of_logits(beta):
+    width, chunk_tokens = 24, 16
+    hidden, weight = seeded(width)[:2]
+    teacher = torch.randn(N, width)
+    with Ledger(hidden, weight, teacher) as ledger:
+        hidden_kl(
+            hidden, weight, teacher, weight, beta=beta, chunk_tokens=chunk_tokens, implementation="triton",
+            validate=False,
+        )  # fmt: skip
+    held = N * width * 4 + V * width * 4 + 3 * chunk_tokens * PADDED * 4
+    sums = chunk_tokens * 4 * (4 + 1 + 2)  # and share, and the losses of two chunks
+    assert 0 < ledger.peak - held <= sums + SCALARS
 
 
 @NEEDS_TRITON
