@@ -96,7 +96,7 @@ def periodic_order(graph: TaskGraph, problem: Problem, search: Search) -> Found:
     small = shortened(graph, periods.kinds, most=_LAYERS)
     found: list[_Choice] = []
     if small is not graph:
-        found = _search(small, Problem.of(small, rule="layers", cap=problem.cap), search, share=0.6)
+        found = _search(small, Problem.of(small, rule="layers", cap=problem.cap), search, share=0.75)
     cost = search.cost(graph, problem)
     best: tuple[float, str, list[int]] | None = None
     for choice in found[:_PLAYED]:

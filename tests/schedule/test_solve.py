@@ -203,6 +203,11 @@ def test_a_task_that_layers_in_order_cannot_place():
     assert solve(graph).order == ("a", "b")
 
 
+def test_a_rule_that_does_not_exist():
+    with pytest.raises(ScheduleError, match="free, layers, periodic"):
+        solve(TaskGraph([task("a")], {}), rule="layer")
+
+
 def test_a_periodic_order_needs_roles():
     graph = TaskGraph([task("a", role="x"), task("b", role="x")], {})
     with pytest.raises(ScheduleError, match="b has the role 'x', as a has"):
