@@ -26,7 +26,7 @@ def short_first(
     """
     best = cost(order)
     for start_role, short_role in list(dict.fromkeys(_pairs(graph, problem, order))):
-        if time.thread_time() > deadline:
+        if time.thread_time() >= deadline:
             break
         moved = _moved(graph, problem, order, start_role, short_role)
         if moved != order and accepts(moved) and (us := cost(moved)) < best * (1 - 1e-9):

@@ -86,7 +86,7 @@ def _best(graph: TaskGraph, problem: Problem, search: Search) -> Found:
         us = cost(order)
         if best is None or us < best[0] * (1 - _SAME):
             best = (us, (method, order))
-        if best[0] <= problem.lower_bound * (1 + _SAME) or time.thread_time() > search.deadline:
+        if best[0] <= problem.lower_bound * (1 + _SAME) or time.thread_time() >= search.deadline:
             break
     if best is None:
         raise ScheduleError(
@@ -105,7 +105,7 @@ def _with_periodic(graph: TaskGraph, problem: Problem, search: Search) -> Iterat
     started = time.thread_time()
     for number, found in enumerate(search.candidates(graph, problem)):
         yield found
-        if number >= _FIRST and time.thread_time() > started + 0.15 * (search.deadline - started):
+        if number >= _FIRST and time.thread_time() >= started + 0.15 * (search.deadline - started):
             break
     if len(graph.layers) > _FEW_LAYERS and has_roles(graph):
         layered = Problem.of(graph, rule="layers", cap=problem.cap)
