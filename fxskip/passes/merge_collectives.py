@@ -84,7 +84,7 @@ def _with_sums_moved(graph: fx.Graph) -> fx.Graph:
     _view_each_term(trial)
     for node in [n for n in trial.nodes if n.target is reduce]:
         _move_down(trial, node, through_gates=True)
-    paying = {n.args[0].name for group in _Sums(trial).groups() if len(group) > 1 for n in map(_origin, group)}
+    paying = {n.name for group in _Sums(trial).groups() if len(group) > 1 for n in map(_origin, group)}
     new = copy_graph(graph)
     _view_each_term(new)
     for node in [n for n in new.nodes if n.target is reduce]:

@@ -24,7 +24,7 @@ class Outcome(NamedTuple):
 
 def model(kind: str, **overrides: Any) -> nn.Module:
     """A tiny model in float64."""
-    found = tiny(kind, layers=3, **overrides).double().eval()
+    found = tiny(kind, **{"layers": 3} | overrides).double().eval()
     found.set_experts_implementation("batched_mm")  # the grouped kernel has no float64
     return found
 
@@ -88,3 +88,9 @@ def whole(tensor: Tensor) -> Tensor:
 def own(tensor: Tensor) -> Tensor:
     """This rank's part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def norm_in_float64(self: nn.Module, hidden_states: Tensor) -> Tensor:
+    """What the RMSNorm classes of transformers compute, without their cast to float32."""
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon))  # type: ignore[operator]
