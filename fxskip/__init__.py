@@ -12,6 +12,7 @@ from fxskip.errors import (
     CacheError,
     CaptureError,
     CheckpointError,
+    CollectiveError,
     FxskipError,
     PassError,
     ScheduleError,
@@ -19,6 +20,7 @@ from fxskip.errors import (
 )
 from fxskip.leaves import leaf
 from fxskip.planning import Plan, Trainable
+from fxskip.runtime.gradients import average_gradients, clip_grad_norm_, parameter_groups
 from fxskip.spec import Spec, load_spec
 from fxskip.version import __version__
 
@@ -28,6 +30,7 @@ __all__ = [
     "CacheError",
     "CaptureError",
     "CheckpointError",
+    "CollectiveError",
     "FxskipError",
     "PassError",
     "Plan",
@@ -36,6 +39,8 @@ __all__ = [
     "SpecError",
     "Trainable",
     "__version__",
+    "average_gradients",
+    "clip_grad_norm_",
     "distill",
     "explain",
     "is_transformed",
@@ -43,6 +48,7 @@ __all__ = [
     "load_spec",
     "loss",
     "parallelize",
+    "parameter_groups",
     "plan",
     "spec_of",
     "trainable",

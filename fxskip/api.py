@@ -8,7 +8,6 @@ from os import PathLike
 from typing import Any, TypeVar, cast
 
 import torch
-from pydantic import BaseModel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
@@ -26,11 +25,11 @@ from fxskip.errors import CheckpointError, PassError
 from fxskip.passes.tensor_plan import tensor_plan
 from fxskip.pipeline import analyse
 from fxskip.planning import Plan, Trainable, trainable_parameters
-from fxskip.planning.deployment import DEFAULT_HARDWARE, TOKENS, Wishes
+from fxskip.planning.deployment import TOKENS, Wishes
 from fxskip.program_analysis import ProgramAnalysis, explain_program
 from fxskip.runtime.parallelize import is_parallel, make_mesh, spread
 from fxskip.schedule.costs import CONTEXT
-from fxskip.schedule.hardware import Hardware, MatrixType, load_hardware
+from fxskip.schedule.hardware import DEFAULT_HARDWARE, Hardware, MatrixType, load_hardware
 from fxskip.schedule.roofline import CopiesPer
 from fxskip.spec import Spec, load_spec
 
@@ -258,8 +257,8 @@ def _refuse_missing_stages(spec: Spec, mesh: Any) -> None:
     """What the language can say and this version cannot do is refused, never ignored."""
     missing, idle = [], []
     schedule, runtime = spec.schedule, spec.runtime
-    if schedule is not None and (schedule.overlap, schedule.model_fields_set) != ("none", {"overlap"}):
-        missing.append(_written("schedule", schedule))
+    if schedule is not None and schedule.costs == "measured":
+        missing.append(f"schedule.costs: {schedule.costs}")
     if runtime is not None and runtime.transport == "copy_engine":
         missing.append("runtime.transport: copy_engine")
     if not is_parallel(spec):
@@ -267,6 +266,8 @@ def _refuse_missing_stages(spec: Spec, mesh: Any) -> None:
             idle.append(f"runtime.transport: {runtime.transport}")
         if runtime is not None and runtime.mode != "reference" and "mode" in runtime.model_fields_set:
             idle.append(f"runtime.mode: {runtime.mode}")
+        if schedule is not None and (schedule.overlap, schedule.model_fields_set) != ("none", {"overlap"}):
+            idle.append("schedule")
         if mesh is not None:
             idle.append("mesh=")
     elif runtime is not None and runtime.lower != "none":
@@ -292,9 +293,3 @@ def _refuse_parallel_program(spec: Spec) -> None:
             "parallel: a captured program has no decoder layers that could be spread over processes",
             hint="transform the model that the program was captured from",
         )
-
-
-def _written(section: str, wish: BaseModel) -> str:
-    """The fields of a section that the spec spells out; the section's defaults where it spells out none."""
-    values = wish.model_dump(exclude_unset=bool(wish.model_fields_set))
-    return ", ".join(f"{section}.{name}: {value}" for name, value in values.items())

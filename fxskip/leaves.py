@@ -191,9 +191,9 @@ def run_leaf(path: str, contents: Contents, args: tuple[Any, ...], kwargs: dict[
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     if any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
         return assumed_results(module, args, kwargs)
-    versions = [_version(t) for t in tensors]
+    versions = [write_count(t) for t in tensors]
     out = module(*args, **kwargs)
-    if versions != [_version(t) for t in tensors]:
+    if versions != [write_count(t) for t in tensors]:
         raise CaptureError(
             "leaf",
             f"{_name(module)} writes into one of its arguments, where no pass can see it",
@@ -204,7 +204,7 @@ def run_leaf(path: str, contents: Contents, args: tuple[Any, ...], kwargs: dict[
     return out
 
 
-def _version(tensor: Tensor) -> int:
+def write_count(tensor: Tensor) -> int:
     """How often the memory was written; not known in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 

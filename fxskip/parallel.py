@@ -9,6 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxskip.errors import PassError
 from fxskip.leaves import running_layer
+from fxskip.schedule.hardware import Transport
+from fxskip.spec import Schedule
 
 Mode = Literal["scheduled", "reference", "eager_wait"]
 Exchange = Literal["all_to_all", "all_reduce"]
@@ -20,14 +22,32 @@ TENSOR = "tensor"
 
 
 @dataclass(frozen=True)
-class RegionParallel:
-    """What is spread over ranks in a layer, and how its collectives are waited for."""
+class ExpertStack:
+    """A module of routed experts whose parameters are stacks of one matrix an expert."""
 
-    experts: tuple[tuple[str, int], ...]
-    """Path in the layer and number of experts of each module of routed experts."""
+    path: str
+    """In the decoder layer."""
+    experts: int
+    """On all ranks."""
+    parameters_each: int
+    """Elements of one expert."""
+
+
+@dataclass(frozen=True)
+class RegionParallel:
+    """What is spread over ranks in a layer, and what decides when its collectives run."""
+
+    experts: tuple[ExpertStack, ...]
+    ranks: int
+    """That share one set of experts."""
     mode: Mode
     defers: bool
     """Whether the layer's last exchange may arrive in the next layer."""
+    schedule: Schedule
+    hardware: str
+    """Name or path of the hardware file that costs are taken from."""
+    transport: Transport | Literal["gloo"]
+    """What moves the rows, for the cost of contention."""
     exchange: Exchange = "all_to_all"
     expert_axis: str = EXPERT
     """Axis of the mesh that the experts are spread over."""
@@ -40,6 +60,11 @@ class Ranks:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All of it."""
+        return self._mesh
 
     def axis(self, name: str) -> DeviceMesh:
         """One axis of the mesh."""

@@ -35,7 +35,8 @@ from fxskip.passes.sub_blocks import sub_blocks
 from fxskip.passes.unshare import unshare
 from fxskip.passes.use_eager_kernels import use_eager_kernels
 from fxskip.passes.verify import verify
-from fxskip.schedule.greedy import greedy
+from fxskip.passes.verify_flights import verify_flights
+from fxskip.schedule.order_region import order_region
 from fxskip.wiring import BlockWiring, RegionWiring, SubBlock
 
 ANALYSIS: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
@@ -66,11 +67,12 @@ def rewire(graph: fx.Graph, wiring: RegionWiring, *, eager: bool = True) -> fx.G
 
 
 def parallelise(
-    graph: fx.Graph, wiring: RegionWiring, parallel: RegionParallel, arriving: Tail | None
+    graph: fx.Graph, wiring: RegionWiring, parallel: RegionParallel, arriving: Tail | None, name: str
 ) -> fx.Graph:
     """The graph that runs on one rank of several: rewired, its experts spread, its exchanges under other work.
 
     arriving   what the layer before leaves unfinished
+    name       of the region, under which its schedule is noted
     """
     graph = shard(_wired(graph, wiring), parallel)
     graph = require_reduced(merge_collectives(shard_tensors(graph, parallel.tensor_size)))
@@ -79,8 +81,9 @@ def parallelise(
         graph = defer(graph)
     if arriving is not None:
         graph = arrive(graph, arriving)
-    graph = _finished(graph, eager=True)
-    return place(graph, greedy) if parallel.mode != "reference" else graph
+    if parallel.mode != "reference":
+        graph = place(graph, order_region(parallel, arriving.digest if arriving is not None else None, name))
+    return verify_flights(_finished(graph, eager=True))
 
 
 def _wired(graph: fx.Graph, wiring: RegionWiring) -> fx.Graph:

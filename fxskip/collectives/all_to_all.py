@@ -6,6 +6,7 @@ the numbers are needed, on the host. On a GPU they travel to pinned memory meanw
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxskip.collectives.in_flight import Issued
+from fxskip.collectives.failures import PATIENCE_S, until
+from fxskip.collectives.in_flight import Flight, Issued, start, wait
+from fxskip.collectives.kept import made_once
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,13 @@ class AllToAll:
 
 
 class Counts:
-    """How many rows each rank has for each owner's parts, under way from `exchange_counts` to `get`."""
+    """What each rank tells the owner of each part, under way from `exchange_counts` to `get`."""
 
-    def __init__(self, own: Tensor, group: Any) -> None:
-        self._own = own
-        self.received = torch.empty_like(own)
-        self._work = dist.all_to_all_single(self.received, own, group=group, async_op=True)
+    def __init__(self, name: str, own: Tensor, group: Any) -> None:
+        ones = (1,) * own.shape[0]
+        self._name, self._group, self._own = name, group, own
+        self._flight = Flight(name, AllToAll(group, ones, ones))
+        self.received = start(own, self._flight)
         self._event: torch.cuda.Event | None = None
         if own.is_cuda:
             self._copy_to_host()
@@ -60,8 +64,7 @@ class Counts:
         side = _side_stream(self._own.device)
         side.wait_stream(torch.cuda.current_stream(self._own.device))
         with torch.cuda.stream(side):
-            self._work.wait()
-            table = torch.stack((self._own, self.received))
+            table = torch.stack((self._own, wait(self.received, self._flight)))
             self._host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
             self._host.copy_(table, non_blocking=True)
             self._event = side.record_event()
@@ -69,26 +72,36 @@ class Counts:
             tensor.record_stream(side)
 
     def get(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Rows for each rank and each of its parts, and rows from each rank for each of the own parts."""
+        """What this rank told each, and what each told this one. Raises CollectiveError where another rank failed."""
         if self._table is None:
             if self._event is not None:
-                self._event.synchronize()
+                until(self._name, self._group, self._has_arrived)
                 self._table = self._host.tolist()
             else:
-                self._work.wait()
-                self._table = torch.stack((self._own, self.received)).tolist()
+                self._table = torch.stack((self._own, wait(self.received, self._flight))).tolist()
         if self._event is not None:
             torch.cuda.current_stream(self._own.device).wait_event(self._event)  # for `received`
         own, received = self._table
         return own, received
 
+    def _has_arrived(self) -> bool:
+        """Waits for a moment for what travels to the host."""
+        assert self._event is not None
+        deadline = time.monotonic() + PATIENCE_S
+        while not self._event.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0)  # lets other threads run
+        return True
 
-def exchange_counts(counts: Tensor, group: Any) -> Counts:
+
+def exchange_counts(name: str, counts: Tensor, group: Any) -> Counts:
     """Start telling each rank of `group` how many rows it will get.
 
-    counts   [ranks, parts] int64: rows for each of the parts that each rank owns
+    name     says in errors what it is for
+    counts   [ranks, parts] int64: for the rank that owns the parts, rows of each
     """
-    return Counts(counts.contiguous(), group)
+    return made_once(lambda: Counts(name, counts.contiguous(), group))
 
 
 _SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}

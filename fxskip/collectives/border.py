@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.function import once_differentiable
 
 from fxskip.ir import show
 
@@ -25,6 +27,11 @@ class Tail:
         """Their numbers."""
         self.digest = hashlib.sha256(f"{streams}\n{show(graph)}".encode()).hexdigest()
         _TAILS[self.digest] = self
+
+    @cache
+    def module(self) -> fx.GraphModule:
+        """It, alone: takes what crosses the border, and returns the streams."""
+        return fx.GraphModule({}, self.graph)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Tail) and other.digest == self.digest
@@ -44,21 +51,61 @@ class Pending:
     tail: Tail
     values: tuple[Any, ...]
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors among the values, which whoever looks at the border has to see."""
-        return tuple(v for v in self.values if isinstance(v, Tensor))
+    def watched(self) -> tuple[Tensor, ...]:
+        """The values that gradients come back to. FSDP2 gathers a layer's weights at the first gradient that arrives
+        at one of its results, so these have to be among them."""
+        return tuple(v for v in self.values if isinstance(v, Tensor) and v.requires_grad)
 
-    def with_tensors(self, tensors: tuple[Tensor, ...]) -> Pending:
-        """The same with the tensors as they arrived."""
-        arrived = iter(tensors)
-        return Pending(self.tail, tuple(next(arrived) if isinstance(v, Tensor) else v for v in self.values))
-
-    def without_tensors(self) -> Pending:
-        """The same without holding the tensors: they travel apart."""
-        return Pending(self.tail, tuple(_HERE if isinstance(v, Tensor) else v for v in self.values))
+    def finish(self, streams: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The streams, all finished."""
+        finished = self.tail.module()(*self.values)
+        made = dict(zip(self.tail.streams, finished, strict=True))
+        return tuple(join(s, made[i]) if i in made else s for i, s in enumerate(streams))
 
 
-_HERE = torch.empty(0)
+class _StandIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stream: Tensor, *reads: Any) -> Tensor:
+        ctx.inputs = 1 + len(reads)
+        return stream.new_full((1,), torch.nan).expand(stream.shape)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return (None,) * ctx.inputs
+
+
+def stand_in(stream: Tensor, *reads: Any) -> Tensor:
+    """A tensor like `stream`, of one NaN, for one that is not finished: whoever reads it notices.
+
+    It has a gradient where one of `reads` has, as the finished stream would, so that FSDP2, DDP and checkpointing see
+    the same inputs and outputs of a layer.
+    """
+    return _StandIn.apply(stream, *reads)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, arrived: Tensor, finished: Tensor) -> Tensor:
+        ctx.like = arrived.new_empty(0), arrived.shape
+        return finished.view_as(finished)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        like, shape = ctx.like
+        nothing = like.new_zeros((1,)).expand(shape) if ctx.needs_input_grad[0] else None
+        return nothing, gradients[0]
+
+
+def join(arrived: Tensor, finished: Tensor) -> Tensor:
+    """The finished stream in the place of its stand-in, which `arrived`.
+
+    What was done to the stand-in on its way is done to the stream: a cast by FSDP2's mixed precision. The stand-in gets
+    a gradient of zeros, when that of the stream is complete: FSDP2 reduces a layer's gradients when all of its inputs
+    have theirs.
+    """
+    return _Join.apply(arrived, finished.to(arrived.dtype))  # type: ignore[no-any-return,no-untyped-call]
 
 
 class Border:

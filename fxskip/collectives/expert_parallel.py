@@ -14,9 +14,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from fxskip.collectives.all_to_all import AllToAll, Counts, exchange_counts, split_evenly
+from fxskip.collectives.doing import Doing, require_same_doing
 from fxskip.leaves import running_layer
 from fxskip.parallel import running_axis
 
@@ -55,8 +57,13 @@ def sort_by_expert(index: Tensor) -> Tensor:
     return index.flatten().argsort(stable=True)
 
 
-def start_counts(index: Tensor, experts: int, axis: str) -> Counts:
+def start_counts(index: Tensor, hidden: Tensor, path: str, experts: int, axis: str) -> Counts:
     """Count the rows for each of `experts` experts and start telling their owners on the mesh's `axis`.
+
+    Beside them travels what this rank is about to do, one number, which `wait_counts` compares.
+
+    hidden   [T, D], what will be sent; only its description is read
+    path     the module of the experts in the layer that runs
 
     Raises a RuntimeError of torch for an index that is no expert.
     """
@@ -66,15 +73,22 @@ def start_counts(index: Tensor, experts: int, axis: str) -> Counts:
     counts = flat.new_zeros(experts, dtype=torch.int64).scatter_add_(
         0, flat.long(), torch.ones_like(flat, dtype=torch.int64)
     )
-    padded = nn.functional.pad(counts, (0, each * mesh.size() - experts))
-    return exchange_counts(padded.view(mesh.size(), each), mesh.get_group())
+    padded = nn.functional.pad(counts, (0, each * mesh.size() - experts)).view(mesh.size(), each)
+    doing = padded.new_full((mesh.size(), 1), Doing.now(hidden, path).encoded())
+    name = f"expert counts of decoder layer {running_layer().fxskip_layer}"
+    return exchange_counts(name, torch.cat((padded, doing), dim=1), mesh.get_group())
 
 
 def wait_counts(counts: Counts, axis: str) -> Routing:
-    """The routing, as soon as the other ranks have told theirs."""
+    """The routing, as soon as the other ranks have told theirs.
+
+    Raises CollectiveError where another rank is about to do something else.
+    """
     sent, received = counts.get()
     mesh = running_axis(axis)
-    return Routing(tuple(map(sum, sent)), tuple(map(sum, received)), counts.received, mesh.get_group())
+    require_same_doing(mesh, sent[0][-1], [row[-1] for row in received])
+    rows = [tuple(sum(row[:-1]) for row in table) for table in (sent, received)]
+    return Routing(rows[0], rows[1], counts.received[:, :-1], mesh.get_group())
 
 
 class _Permute(torch.autograd.Function):
@@ -87,6 +101,7 @@ class _Permute(torch.autograd.Function):
         return hidden.index_select(0, order // choices)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (order,) = ctx.saved_tensors
         rows = _blank(gradients[0], order, ctx.pairs).index_copy_(0, order, gradients[0])
@@ -101,7 +116,8 @@ def permute(hidden: Tensor, order: Tensor, index: Tensor) -> Tensor:
 def unpermute(rows: Tensor, order: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """[R, D] -> [T, D]: what the experts made of each token, weighed and added in the order of its choices.
 
-    A choice that `order` does not list adds nothing. The sum is taken in the wider type of rows and weights and returned as `dtype`, as transformers does.
+    A choice that `order` does not list adds nothing. The sum is taken in the wider of the two types and returned as
+    `dtype`, as transformers does.
 
     weights   [T, K] routing weights
     """

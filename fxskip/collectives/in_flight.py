@@ -9,46 +9,52 @@ a token, one element without strides, because the reverse buffer has the shape o
     backward   dx <--wait-- token ............. <--start-- d received
 
 With uneven splits buffer and input differ in shape. Neither function keeps a tensor for the backward pass.
+
+A layer that is computed again in the backward pass starts its collectives again, unless `kept` has what they brought.
+One that the next layer waits for is put off: only if that layer runs again too does it wait, and then it is issued.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from fxskip.collectives.kept import is_kept
+from fxskip.collectives.landing import (
+    Issued,
+    Landing,
+    backward_pass,
+    drain,
+    launch,
+    poisoned_buffers,
+    under_way,
+)
 from fxskip.errors import PassError
 
-
-class Work(Protocol):
-    """What torch.distributed returns for a collective that runs by itself."""
-
-    def wait(self) -> Any:
-        """Block the host, or the current stream of a device, until the collective is done."""
-
-
-@dataclass(frozen=True)
-class Issued:
-    """A collective that was handed to its transport."""
-
-    buffer: Tensor
-    """Where its result will be."""
-    work: Work | None
-    """None where it is done already."""
-    source: Tensor
-    """What it reads, kept until it is done."""
-
-
-Issue = Callable[[Tensor], Issued]
+__all__ = [
+    "Collective",
+    "Flight",
+    "Issued",
+    "drain",
+    "poisoned_buffers",
+    "start",
+    "start_of_next",
+    "under_way",
+    "wait",
+]
 
 
 class Collective(Protocol):
     """What may be started: an operation on a tensor and the one that its gradient goes through."""
+
+    @property
+    def group(self) -> Any:
+        """The process group that it runs in."""
 
     def issue(self, tensor: Tensor) -> Issued:
         """Start it."""
@@ -57,8 +63,8 @@ class Collective(Protocol):
         """Start what the gradient of its result goes through."""
 
 
-_UNDER_WAY: weakref.WeakSet[Flight] = weakref.WeakSet()
-_POISONED = False
+_FLIGHTS: weakref.WeakValueDictionary[int, Flight] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 class Flight:
@@ -69,33 +75,53 @@ class Flight:
 
     def __init__(self, name: str, collective: Collective, *, at_once: bool = False) -> None:
         self.name = name
+        self.number = next(_numbers)
+        _FLIGHTS[self.number] = self
         self._collective = collective
         self._at_once = at_once
-        self._forward: _Landing | None = None
-        self._reverse: _Landing | None = None
+        self._keeps = is_kept()
+        self._kept: Tensor | None = None
+        self._put_off: Tensor | None = None
+        self._forward: Landing | None = None
+        self._reverse: Landing | None = None
         self._token: Tensor | None = None
+        self._started = False
 
-    def start(self, tensor: Tensor) -> Tensor:
-        """Issue it; returns the buffer, which holds nothing yet."""
-        self._forward = self._launch(self._collective.issue(tensor))
+    def start(self, tensor: Tensor, *, of_next: bool) -> Tensor:
+        """Issue it; returns the buffer, which holds nothing yet.
+
+        of_next   the next layer waits for it
+        """
+        if self._kept is not None:
+            return self._kept
+        if of_next and backward_pass() != -1:
+            self._put_off = tensor if not (self._keeps and self._started) else None
+            return tensor.new_full((1,), torch.nan).expand_as(tensor)
+        self._started = True
+        self._forward = self._launch(self.name, self._collective.issue, tensor)
+        if self._keeps and not of_next:
+            self._kept = self._forward.buffer
         return self._forward.buffer
 
-    def wait(self, buffer: Tensor) -> None:
-        """Make sure that the buffer holds the result. Waiting again, as a recomputation does, does nothing."""
+    def wait(self, buffer: Tensor) -> Tensor:
+        """The result. Waiting again, as a recomputation does, gives what the buffer holds since."""
+        if self._put_off is not None:
+            tensor, self._put_off = self._put_off, None
+            buffer = torch.ops.fxskip.issue(tensor, self.number, False)
         landing, self._forward = self._forward, None
         if landing is None:
-            if not _in_backward():
+            if backward_pass() == -1 and self._kept is None:
                 raise self._lost("a value that was never in flight", "its buffer was waited for before")
-            return
+            return buffer
         if not _same_memory(buffer, landing.buffer):
             self._forward = landing
             raise self._lost("another tensor", "a cast, a copy or a hook between start and wait replaced it")
         landing.land()
-        _UNDER_WAY.discard(self)
+        return buffer
 
     def start_reverse(self, gradient: Tensor) -> Tensor:
         """Issue the reverse collective; returns the token that stands for its result."""
-        self._reverse = self._launch(self._collective.issue_reverse(gradient))
+        self._reverse = self._launch(f"gradient of {self.name}", self._collective.issue_reverse, gradient)
         self._token = _token_like(gradient)
         return self._token
 
@@ -109,19 +135,10 @@ class Flight:
                 "a hook, a cast, or a second use of the buffer read or changed the gradient",
             )
         landing.land()
-        _UNDER_WAY.discard(self)
         return landing.buffer
 
-    def abandon(self) -> None:
-        """Wait for what is under way and forget it."""
-        for landing in (self._forward, self._reverse):
-            if landing is not None:
-                landing.land()
-        self._forward = self._reverse = self._token = None
-
-    def _launch(self, issued: Issued) -> _Landing:
-        landing = _Landing(issued, poisoned=_POISONED)
-        _UNDER_WAY.add(self)
+    def _launch(self, name: str, issue: Any, tensor: Tensor) -> Landing:
+        landing = launch(name, self._collective.group, issue, tensor)
         if self._at_once:
             landing.land()
         return landing
@@ -135,95 +152,56 @@ class Flight:
         )
 
 
-class _Landing:
-    """An issued collective and, in the debug mode, the buffer full of NaN that is shown until it has landed."""
+def _issue(tensor: Tensor, flight: int, of_next: bool) -> Tensor:
+    return _FLIGHTS[flight].start(tensor, of_next=of_next)
 
-    def __init__(self, issued: Issued, *, poisoned: bool) -> None:
-        self._issued: Issued | None = issued
-        self.buffer = issued.buffer
-        if poisoned and issued.buffer.is_floating_point():
-            self.buffer = torch.full_like(issued.buffer, torch.nan)
 
-    def land(self) -> None:
-        """Wait, once."""
-        issued, self._issued = self._issued, None
-        if issued is None:
-            return
-        if issued.work is not None:
-            issued.work.wait()
-        if self.buffer is not issued.buffer:
-            self.buffer.data.copy_(issued.buffer)
+# An operator of its own, so that a policy of selective checkpointing can keep what a collective brings. It may return
+# its argument where nothing is to be sent, which torch.library.custom_op refuses.
+_LIBRARY = torch.library.Library("fxskip", "FRAGMENT")
+_LIBRARY.define("issue(Tensor tensor, int flight, bool of_next) -> Tensor")
+_LIBRARY.impl("issue", _issue, "CompositeExplicitAutograd")
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, flight: Flight) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, flight: Flight, of_next: bool) -> Tensor:
         ctx.flight = flight
-        return flight.start(tensor)
+        buffer: Tensor = torch.ops.fxskip.issue(tensor, flight.number, of_next)
+        return buffer
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return ctx.flight.wait_reverse(gradients[0]), None
+        return ctx.flight.wait_reverse(gradients[0]), None, None
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, buffer: Tensor, flight: Flight) -> Tensor:
         ctx.flight = flight
-        flight.wait(buffer)
-        return buffer.view_as(buffer)
+        result = flight.wait(buffer)
+        return result.view_as(result)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return ctx.flight.start_reverse(gradients[0]), None
 
 
 def start(tensor: Tensor, flight: Flight) -> Tensor:
     """Start a collective on `tensor`; its buffer may be read after `wait(buffer, flight)` only."""
-    return _Start.apply(tensor, flight)  # type: ignore[no-any-return,no-untyped-call]
+    return _Start.apply(tensor, flight, False)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def start_of_next(tensor: Tensor, flight: Flight) -> Tensor:
-    """`start` for a collective that the next layer waits for.
-
-    A recomputation of this layer alone must not start it again: the next layer has the buffer, and nobody would wait.
-    """
-    if _in_backward():
-        return tensor.new_full((1,), torch.nan).expand_as(tensor)
-    return start(tensor, flight)
+    """`start` for a collective that the next layer waits for."""
+    return _Start.apply(tensor, flight, True)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def wait(buffer: Tensor, flight: Flight) -> Tensor:
     """The result of the collective whose start returned `buffer`."""
     return _Wait.apply(buffer, flight)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def drain() -> int:
-    """Wait for everything that is under way in this process and forget it; returns how many there were.
-
-    After an exception nothing may stay in flight: its buffers would be written into when they are long reused.
-    """
-    flights = list(_UNDER_WAY)
-    _UNDER_WAY.clear()
-    for flight in flights:
-        flight.abandon()
-    return len(flights)
-
-
-def under_way() -> list[str]:
-    """The names of the collectives that were started and not waited for."""
-    return sorted(flight.name for flight in _UNDER_WAY)
-
-
-@contextmanager
-def poisoned_buffers() -> Iterator[None]:
-    """While it is open, buffers hold NaN until they are waited for, so that an early read cannot hide."""
-    global _POISONED
-    before, _POISONED = _POISONED, True
-    try:
-        yield
-    finally:
-        _POISONED = before
 
 
 def _token_like(gradient: Tensor) -> Tensor:
@@ -238,8 +216,3 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
         and one.shape == other.shape
         and one.dtype == other.dtype
     )
-
-
-def _in_backward() -> bool:
-    """Whether autograd runs a backward pass in this thread, which recomputes a checkpointed forward."""
-    return torch._C._current_graph_task_id() != -1

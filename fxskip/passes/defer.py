@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from fxskip.collectives import in_flight
-from fxskip.collectives.border import Tail, arrived_value, leave_pending
+from fxskip.collectives.border import Tail, arrived_value, join, leave_pending, stand_in
 from fxskip.ir import (
     copy_graph,
     dataflow,
@@ -32,12 +32,8 @@ from fxskip.ir import (
     writers,
 )
 from fxskip.passes.dependencies import draws_random_numbers, switches
+from fxskip.passes.shard import ROUTED_ROWS
 from fxskip.passes.split_collectives import is_start, is_wait, sends_forward
-
-
-def stand_in(stream: Tensor) -> Tensor:
-    """A tensor like `stream`, of one NaN, for one that is not finished: whoever reads it notices."""
-    return stream.new_full((1,), torch.nan).expand(stream.shape)
 
 
 def defer(graph: fx.Graph) -> fx.Graph:
@@ -61,7 +57,7 @@ def defer(graph: fx.Graph) -> fx.Graph:
     start.target = in_flight.start_of_next
     for marker in unfinished.values():
         with new.inserting_before(marker):
-            nothing = new.call_function(stand_in, (stream_inputs(new)[0],))
+            nothing = new.call_function(stand_in, (stream_inputs(new)[0], *reads))
         nothing.meta["example_value"] = torch.empty_like(value(marker))
         marker.replace_input_with(marker.all_input_nodes[0], nothing)
     with new.inserting_before(next(n for n in new.nodes if n.op == "output")):
@@ -127,7 +123,8 @@ def _cut(inside: list[fx.Node], unfinished: dict[int, fx.Node]) -> tuple[Tail, l
 
 def _shape_alone(node: fx.Node) -> dict[str, Any]:
     """A node's metadata without what it was in its own layer."""
-    return {"example_value": torch.empty_like(v)} if isinstance(v := value(node), Tensor) else {}
+    kept = {ROUTED_ROWS: True} if ROUTED_ROWS in node.meta else {}
+    return kept | ({"example_value": torch.empty_like(v)} if isinstance(v := value(node), Tensor) else {})
 
 
 def arrive(graph: fx.Graph, tail: Tail) -> fx.Graph:
@@ -151,9 +148,10 @@ def arrive(graph: fx.Graph, tail: Tail) -> fx.Graph:
                 made[node] = new.node_copy(node, lambda n: made[n])
     output = next(n for n in tail.graph.nodes if n.op == "output")
     for index, finished in zip(tail.streams, output.args[0], strict=True):
-        stand_in_marker = markers[index]
-        stand_in_marker.replace_all_uses_with(
-            made[finished], delete_user_cb=lambda user: user.target is not stand_in
-        )
+        arrived = markers[index]
+        with new.inserting_after(arrived):
+            joined = new.call_function(join, (arrived, made[finished]))
+        joined.meta.update(made[finished].meta)
+        arrived.replace_all_uses_with(joined, delete_user_cb=lambda user: user.target not in (stand_in, join))
     new.lint()
     return new

@@ -16,8 +16,10 @@ from torch import Tensor, fx
 
 from fxskip.ir import copy_graph, is_tensor, op_name, storage, stream_outputs, value, writers
 
-_MAY_RETURN_ITS_INPUT = ("to", "type", "type_as", "float", "half", "bfloat16", "contiguous", "dropout", "reshape", "view",
-                         "expand", "expand_as", "flatten", "squeeze", "clone", "identity")  # fmt: skip
+_MAY_RETURN_ITS_INPUT = (
+    "to", "type", "type_as", "float", "half", "bfloat16", "contiguous", "dropout", "reshape", "view", "expand",
+    "expand_as", "flatten", "squeeze", "identity",
+)  # fmt: skip
 """Operations whose readers may be, for autograd, readers of what they read."""
 
 

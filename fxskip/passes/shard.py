@@ -21,8 +21,11 @@ from fxskip.collectives import expert_parallel as ep
 from fxskip.collectives import replicated_tokens as rt
 from fxskip.errors import PassError
 from fxskip.ir import NodeInfo, annotate, copy_graph, info, is_leaf, is_tensor, leaf_path, value
-from fxskip.parallel import RegionParallel
+from fxskip.parallel import ExpertStack, RegionParallel
 from fxskip.passes.partial_values import enter, marked, partial, reduce
+
+ROUTED_ROWS = "fxskip_routed_rows"
+"""Marks, in a node's metadata, a value that has a row for each choice of a token; its example has one a token."""
 
 
 def exchange(rows: Tensor, routing: ep.Routing, direction: ep.Direction) -> Tensor:
@@ -43,12 +46,12 @@ def shard(graph: fx.Graph, parallel: RegionParallel) -> fx.Graph:
     Raises   PassError where a module is not called with tokens, their experts and the weights of these
     """
     new = copy_graph(graph)
-    experts = dict(parallel.experts)
+    stacks: dict[str, ExpertStack] = {stack.path: stack for stack in parallel.experts}
     spread = {"all_to_all": _exchange_rows, "all_reduce": _add_up}[parallel.exchange]
     for node in list(new.nodes):
-        if is_leaf(node) and leaf_path(node) in experts:
+        if is_leaf(node) and (stack := stacks.get(leaf_path(node))) is not None:
             with new.inserting_before(node):
-                routed = spread(node, experts[leaf_path(node)], parallel.expert_axis)
+                routed = spread(node, stack.experts, parallel.expert_axis)
             routed.meta.update(node.meta)
             node.replace_all_uses_with(routed)
             new.erase_node(node)
@@ -59,7 +62,7 @@ def shard(graph: fx.Graph, parallel: RegionParallel) -> fx.Graph:
 def _exchange_rows(leaf: fx.Node, experts: int, axis: str) -> fx.Node:
     hidden, index, weights = routed_arguments(leaf)
     call = _Caller(leaf, hidden)
-    counts = call(ep.start_counts, index, experts, axis)
+    counts = call(ep.start_counts, index, hidden, leaf_path(leaf), experts, axis)
     order = call(ep.sort_by_expert, index)
     rows = call.rows(ep.permute, hidden, order, index)
     routing = call(ep.wait_counts, counts, axis)
@@ -77,8 +80,8 @@ def _add_up(leaf: fx.Node, experts: int, axis: str) -> fx.Node:
     rows = call.rows(ep.permute, marked(leaf.graph, enter, hidden, axis), order, index)
     made = call.rows(ep.run_own_experts, leaf_path(leaf), rows, choices)
     entered = marked(leaf.graph, enter, weights, axis)
-    own = call.rows(ep.unpermute, made, order, entered, value(hidden).dtype)
-    return call.rows(reduce, call.rows(partial, own, axis), axis)
+    own = call.tokens(ep.unpermute, made, order, entered, value(hidden).dtype)
+    return call.tokens(reduce, call.tokens(partial, own, axis), axis)
 
 
 class _Caller:
@@ -94,10 +97,16 @@ class _Caller:
         annotate(node, NodeInfo("compute", about.write, kind=about.kind))
         return node
 
-    def rows(self, function: Any, *args: Any) -> fx.Node:
-        """One that gives rows like the hidden states. How many is known when it runs, which no pass asks for."""
+    def tokens(self, function: Any, *args: Any) -> fx.Node:
+        """One that gives a row a token, like the hidden states."""
         node = self(function, *args)
         node.meta["example_value"] = torch.empty_like(value(self._hidden))
+        return node
+
+    def rows(self, function: Any, *args: Any) -> fx.Node:
+        """One that gives a row for each choice of a token. How many is known when it runs; costs take the average."""
+        node = self.tokens(function, *args)
+        node.meta[ROUTED_ROWS] = True
         return node
 
 

@@ -17,6 +17,7 @@ from fxskip.collectives import in_flight
 from fxskip.collectives.all_reduce import Enter, Reduce
 from fxskip.collectives.expert_parallel import Direction, Routing
 from fxskip.collectives.in_flight import Flight
+from fxskip.collectives.kept import made_once
 from fxskip.ir import copy_graph, op_name
 from fxskip.leaves import running_layer
 from fxskip.parallel import Mode, running_axis
@@ -29,20 +30,22 @@ Sum = Literal["reduce", "enter"]
 def take_off(routing: Routing, direction: Direction, at_once: bool) -> Flight:
     """The flight of one exchange of the layer that runs; `at_once` waits where it is started."""
     name = f"{direction} of decoder layer {running_layer().fxskip_layer}"
-    return Flight(name, routing.exchange(direction), at_once=at_once)
+    return made_once(lambda: Flight(name, routing.exchange(direction), at_once=at_once))
 
 
 def take_off_sum(kind: Sum, axis: str, at_once: bool) -> Flight:
     """The flight of one sum over the ranks of `axis`, of a value or of its gradient."""
     name = f"{kind} ({axis}) of decoder layer {running_layer().fxskip_layer}"
-    collective = {"reduce": Reduce, "enter": Enter}[kind]
-    return Flight(name, collective(running_axis(axis).get_group()), at_once=at_once)
+    group = running_axis(axis).get_group()
+    collective = Reduce(group) if kind == "reduce" else Enter(group)
+    return made_once(lambda: Flight(name, collective, at_once=at_once))
 
 
 def split_collectives(graph: fx.Graph, mode: Mode) -> fx.Graph:
     """Return a copy of `graph` in which each exchange and each sum is a start and a wait.
 
-    Changes  the nodes `exchange`, `enter` and `reduce`; takes `partial` out; in the modes `reference` and `eager_wait` a start waits at once
+    Changes  the nodes `exchange`, `enter` and `reduce`; takes `partial` out. In the modes `reference` and `eager_wait`
+             a start waits at once
     Leaves   `graph` itself; the order of everything else
     """
     new = copy_graph(graph)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from inspect import signature
 from math import prod
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -15,10 +18,11 @@ from fxskip.collectives.all_to_all import split_evenly
 from fxskip.collectives.cut_linear import Cut, cut_linear
 from fxskip.errors import PassError
 from fxskip.leaves import holds_experts, make_leaf
-from fxskip.parallel import EXPERT, TENSOR, Ranks, RegionParallel
+from fxskip.parallel import EXPERT, TENSOR, ExpertStack, Ranks, RegionParallel
 from fxskip.runtime.regions import Region
 from fxskip.runtime.same_everywhere import require_same_everywhere
-from fxskip.spec import Runtime, Spec
+from fxskip.schedule.hardware import DEFAULT_HARDWARE, hardware_names, load_hardware
+from fxskip.spec import Runtime, Schedule, Spec
 
 
 def is_parallel(spec: Spec) -> bool:
@@ -41,33 +45,54 @@ def spread(
     Raises PassError where the processes do not hold the same model, and where experts or matrices cannot be cut.
     """
     require_same_everywhere(model, spec, mesh)
-    runtime, sizes = spec.runtime or Runtime(), axes(spec)
-    axis = expert_axis(spec)
+    axis, common = expert_axis(spec), _common(spec, mesh)
     found = {path: expert_paths(layer) if axis else [] for path, layer in layers.items()}
     for path, layer in layers.items():
         for inner in found[path]:
-            _require_stacks(layer.get_submodule(inner), sizes[axis or ""], f"module {path}.{inner}")
+            _require_stacks(layer.get_submodule(inner), common.ranks, f"module {path}.{inner}")
     following = [*list(layers.values())[1:], None]
     for (path, layer), after in zip(layers.items(), following, strict=True):
         assert isinstance(layer, Region)
-        experts = {inner: _cut(layer, inner, mesh[axis]) for inner in found[path]}
-        if TENSOR in sizes:
+        stacks = tuple(_cut(layer, inner, mesh[common.expert_axis]) for inner in found[path])
+        if common.tensor_size > 1:
             for inner, how in plans[path].items():
                 cut_linear(layer, inner, how, mesh[TENSOR])
+        defers = common.mode != "reference" and after is not None and _has_several_streams(after)
         layer.fxskip_ranks = Ranks(mesh)
-        layer.fxskip_parallel = RegionParallel(
-            tuple(experts.items()),
-            runtime.mode,
-            defers=runtime.mode != "reference" and after is not None and _has_several_streams(after),
-            exchange=spec.parallel.expert.exchange
-            if spec.parallel and spec.parallel.expert
-            else "all_to_all",
-            expert_axis=axis or EXPERT,
-            tensor_size=sizes.get(TENSOR, 1),
-        )
+        layer.fxskip_parallel = replace(common, experts=stacks, defers=defers)
     # DistributedDataParallel averages what all processes hold; each has experts of its own.
     sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
     model._ddp_params_and_buffers_to_ignore = sharded  # type: ignore[assignment]
+
+
+def _common(spec: Spec, mesh: DeviceMesh) -> RegionParallel:
+    """What is the same for all layers."""
+    schedule, mode = spec.schedule or Schedule(), (spec.runtime or Runtime()).mode
+    if schedule.overlap == "none":
+        mode = "reference"
+    sizes, axis, hardware = axes(spec), expert_axis(spec), _hardware_here()
+    ranks = sizes[axis] if axis else 1
+    transport: Literal["nccl", "nccl_network", "gloo"] = "gloo"
+    if dist.get_backend(mesh[next(iter(sizes))].get_group()) == "nccl":
+        transport = "nccl" if max(sizes.values()) <= load_hardware(hardware).domain.gpus else "nccl_network"
+    return RegionParallel(
+        (),
+        ranks,
+        mode,
+        False,
+        schedule,
+        hardware,
+        transport,
+        exchange=spec.parallel.expert.exchange if spec.parallel and spec.parallel.expert else "all_to_all",
+        expert_axis=axis or EXPERT,
+        tensor_size=sizes.get(TENSOR, 1),
+    )
+
+
+def _hardware_here() -> str:
+    """The hardware file of this process's GPU; the default one where none is known or there is no GPU."""
+    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+    return next((known for known in hardware_names() if known in name), DEFAULT_HARDWARE)
 
 
 def axes(spec: Spec) -> dict[str, int]:
@@ -170,10 +195,11 @@ def _has_several_streams(layer: nn.Module) -> bool:
     return len(layer.fxskip_wiring.inputs) > 1
 
 
-def _cut(layer: nn.Module, inner: str, mesh: DeviceMesh) -> int:
-    """Keep this rank's experts of the module at `inner`; returns how many there are on all ranks."""
+def _cut(layer: nn.Module, inner: str, mesh: DeviceMesh) -> ExpertStack:
+    """Keep this rank's experts of the module at `inner`."""
     module = layer.get_submodule(inner)
     total = _number_of_experts(module)
+    each = sum(p.numel() for p in module.parameters()) // total
     sizes, rank = split_evenly(total, mesh.size()), mesh.get_local_rank()
     begin = sum(sizes[:rank])
     for name, parameter in list(module.named_parameters()):
@@ -187,7 +213,7 @@ def _cut(layer: nn.Module, inner: str, mesh: DeviceMesh) -> int:
         if "expert" in name and type(held) is int and held == total:
             setattr(module, name, sizes[rank])
     make_leaf(layer, inner)
-    return total
+    return ExpertStack(inner, total, each)
 
 
 def _number_of_experts(module: nn.Module) -> int:
@@ -211,6 +237,15 @@ def _require_stacks(module: nn.Module, ranks: int, where: str) -> None:
                 where=where,
                 hint="experts are cut along their first dimension; leave parallel.expert out for this architecture",
             )
+    needed = [p.name for p in signature(module.forward).parameters.values() if p.default is p.empty]
+    if len(needed) != 3:
+        raise PassError(
+            "parallelize",
+            f"{type(module).__name__} is called with ({', '.join(needed)})",
+            where=where,
+            hint="experts can be spread where their module takes tokens [T, D], the experts of each [T, K] and their "
+            "weights [T, K]; leave parallel.expert out for this architecture",
+        )
     if split_evenly(total, ranks)[-1] == 0:
         raise PassError(
             "parallelize",

@@ -21,15 +21,16 @@ from fxskip.capture.region import CompiledRegion, Streams, compile_region
 from fxskip.capture.sharding import refuse_to_pickle, set_own_class
 from fxskip.capture.twin import layer_class, require_own_class_forward
 from fxskip.collectives.border import Pending, Tail, at_border
-from fxskip.collectives.in_flight import drain
-from fxskip.errors import CaptureError, PassError
+from fxskip.collectives.failures import begin_pass, tell
+from fxskip.collectives.landing import drain
+from fxskip.errors import CaptureError, CollectiveError, PassError
 from fxskip.leaves import make_leaf, running
 from fxskip.parallel import Ranks, RegionParallel
 from fxskip.pipeline import parallelise, rewire
 from fxskip.runtime.layer_cache import layer_caches, on_device, uses_one_part
 from fxskip.runtime.lowering import lowered
 from fxskip.runtime.recompute import recomputed, recomputes, reentrant_refusal
-from fxskip.runtime.watched import border_is_watched
+from fxskip.runtime.watched import arguments_are_watched, result_is_watched
 from fxskip.spec import Runtime
 from fxskip.wiring import RegionWiring
 
@@ -62,6 +63,19 @@ class Region(nn.Module):
     fxskip_ranks: Ranks
 
     @_not_compiled_by_others
+    def __call__(self, hidden_states: Tensor | Streams, *args: Any, **kwargs: Any) -> Any:
+        """Call the layer, with the hooks on it. Hooks on what it is called with find finished streams."""
+        if self.fxskip_parallel is None:
+            return super().__call__(hidden_states, *args, **kwargs)
+        if self.fxskip_layer == 0:
+            begin_pass()
+        try:
+            return super().__call__(_entering(self, hidden_states), *args, **kwargs)
+        except BaseException as error:
+            self._leave_nothing_in_flight(error)
+            raise
+
+    @_not_compiled_by_others
     def forward(self, hidden_states: Tensor | Streams, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's original body, rewired. Arguments and result are the original layer's."""
         _refuse_reentrant_checkpointing(self.fxskip_wiring, self)
@@ -71,11 +85,8 @@ class Region(nn.Module):
                 out, others = recomputed(self.fxskip_recompute, self._run, streams, arrived, *args, **kwargs)
             else:
                 out, others = self._run(streams, arrived, *args, **kwargs)
-        except BaseException as error:
-            self._land_everything(error)
-            if isinstance(error, CaptureError | PassError):
-                raise error.within(f"decoder layer {self.fxskip_layer}") from error.__cause__
-            raise
+        except (CaptureError, PassError, CollectiveError) as error:
+            raise error.within(f"decoder layer {self.fxskip_layer}") from error.__cause__
         if not others:
             return out
         if isinstance(out, tuple):
@@ -86,7 +97,7 @@ class Region(nn.Module):
     def _run(self, streams: Streams, arrived: Pending | None, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """What the layer returns, and what crosses its border beside the full stream."""
         parallel = self.fxskip_parallel
-        if parallel is not None and parallel.defers and border_is_watched(self):
+        if parallel is not None and parallel.defers and result_is_watched(self):
             parallel = replace(parallel, defers=False)
         arriving = arrived.tail if arrived is not None else None
         region = _compiled(self.fxskip_wiring, self.fxskip_lower, parallel, arriving)
@@ -100,14 +111,14 @@ class Region(nn.Module):
             out, others = region(self, self.fxskip_base, streams, args, own)
         if border.left is None:
             return out, others
-        return out, (*others, *border.left.tensors(), border.left.without_tensors())
+        return out, (*others, *border.left.watched(), border.left)
 
-    def _land_everything(self, error: BaseException) -> None:
-        """After an error, let nothing stay in flight: buffers would be written into when they are long reused."""
-        if self.fxskip_parallel is not None and (landed := drain()):
-            error.add_note(
-                f"fxskip: decoder layer {self.fxskip_layer}: waited for {landed} collectives in flight"
-            )
+    def _leave_nothing_in_flight(self, error: BaseException) -> None:
+        """After an error: tell the other ranks, and wait for what is under way."""
+        place = f"decoder layer {self.fxskip_layer}"
+        tell(error, place)
+        if landed := drain():
+            error.add_note(f"fxskip: {place}: waited for what was in flight: {', '.join(landed)}")
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         refuse_to_pickle(self)
@@ -160,11 +171,19 @@ def _compiled(
     wiring: RegionWiring, lower: str, parallel: RegionParallel | None, arriving: Tail | None
 ) -> CompiledRegion:
     """The region function of a wiring: all layers of all models that run alike share its captures."""
-    name = f"{wiring.digest()}_{lower}"
-    if parallel is not None:
-        kind = f"{parallel} {arriving.digest if arriving else None}"
-        name += f"_{hashlib.sha256(kind.encode()).hexdigest()[:16]}"
+    name = region_name(wiring, lower, parallel, arriving)
     return compile_region(partial(_build, wiring, lower, parallel, arriving), len(wiring.outputs), name)
+
+
+def region_name(
+    wiring: RegionWiring, lower: str, parallel: RegionParallel | None, arriving: Tail | None
+) -> str:
+    """A name that regions have in common if, and only if, they run alike."""
+    name = f"{wiring.digest()}_{lower}"
+    if parallel is None:
+        return name
+    kind = f"{parallel} {arriving.digest if arriving else None}"
+    return f"{name}_{hashlib.sha256(kind.encode()).hexdigest()[:16]}"
 
 
 def _build(
@@ -178,17 +197,25 @@ def _build(
     if parallel is None:
         graph = rewire(module.graph, wiring, eager=lower == "none")
     else:
-        graph = parallelise(module.graph, wiring, parallel, arriving)
+        name = region_name(wiring, lower, parallel, arriving)
+        graph = parallelise(module.graph, wiring, parallel, arriving, name)
     return lowered(lower, fx.GraphModule(module, graph), example_inputs)
+
+
+def _entering(layer: Region, hidden_states: Any) -> Any:
+    """What the layer is called with: what is pending beside the streams, or finished where a hook looks at it."""
+    if not isinstance(hidden_states, tuple) or not isinstance(hidden_states[-1], Pending):
+        return hidden_states
+    pending, streams = hidden_states[-1], hidden_states[: len(layer.fxskip_wiring.inputs)]
+    return pending.finish(streams) if arguments_are_watched(layer) else (*streams, pending)
 
 
 def _incoming(layer: Region, hidden_states: Any) -> tuple[Streams, Pending | None]:
     """The streams that arrive, and what is still pending of them."""
     arrived = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
     wanted = len(layer.fxskip_wiring.inputs)
-    pending = None
-    if isinstance(arrived[-1], Pending):
-        pending = arrived[-1].with_tensors(arrived[wanted:-1])
+    pending = arrived[-1] if isinstance(arrived[-1], Pending) else None
+    if pending is not None:  # whoever calls `forward` itself has not taken the watched values off
         arrived = arrived[:wanted]
     if len(arrived) != wanted:
         raise CaptureError(

@@ -37,6 +37,9 @@ MatrixType = Literal["float32", "bfloat16", "float16", "float8"]
 Transport = Literal["nccl", "nccl_network", "copy_engine"]
 """What moves the bytes: NCCL over the links of a domain, NCCL over the network, or the copy engines in a domain."""
 
+DEFAULT_HARDWARE = "h200"
+"""What estimates are for where nobody says."""
+
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 """Bytes of an element of each MatrixType."""
 

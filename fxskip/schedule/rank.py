@@ -153,10 +153,11 @@ class Rank:
         if step.action == "wait":
             self._queue.append(("wait", task))
         elif task.lane == HOST:
-            self._check_once(task)
+            self._is_first(task)
             self._finish(task, self._began_host, now)
         elif step.action == "start":
-            self._check_once(task)
+            if not self._is_first(task):
+                return
             issued = _Issued(task, self._count[task.lane])
             self._count[task.lane] += 1
             self._issued[task.name] = issued
@@ -165,9 +166,11 @@ class Rank:
         else:
             self._queue.append(("run", task))
 
-    def _check_once(self, task: Task) -> None:
-        if task.name in self._done or task.name in self._issued:
+    def _is_first(self, task: Task) -> bool:
+        is_first = task.name not in self._done and task.name not in self._issued
+        if not is_first:
             self._fault("repeated", task.name, f"{task.name} is done a second time")
+        return is_first
 
     def _compute(self, now: float) -> bool:
         did = False
@@ -185,7 +188,7 @@ class Rank:
                 self.peak_bytes = max(self.peak_bytes, self._in_flight)
                 self._release(task)
             else:
-                self._check_once(task)
+                self._is_first(task)
                 self._check_reads(task)
                 self.running, self._began, self._left = task, now, task.cost_us
         return did
@@ -248,7 +251,9 @@ class Rank:
 
     def _stuck(self) -> Iterable[tuple[str, str]]:
         for lane, queue in self._lanes.items():
-            if queue and queue[0].is_released:
+            if queue and not queue[0].is_released:
+                yield queue[0].task.name, f"{queue[0].task.name} waits for the compute stream"
+            elif queue:
                 place = (lane, queue[0].number)
                 others = self._transfers[place].name
                 name = queue[0].task.name

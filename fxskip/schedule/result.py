@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -85,6 +86,10 @@ class Schedule:
         cost = sum(record.cost_us for record in self.collectives)
         return 1 - self.exposed_us / cost if cost else 1.0
 
+    def digest(self) -> str:
+        """SHA-256, in hex, of the steps: what ranks compare before the first collective."""
+        return hashlib.sha256("\n".join(map(str, self.steps)).encode()).hexdigest()
+
     @cached_property
     def at(self) -> dict[str, Placed]:
         """Each task's times, by name."""
@@ -154,7 +159,7 @@ class _View:
         self.position = {one.name: k for k, one in enumerate(placed)}
         self.at = {one.name: one for one in placed}
         self.compute = [one for one in placed if one.lane == COMPUTE]
-        self.host = [one for one in placed if one.lane == HOST]
+        self.order = placed
         self.ends = [one.end_us for one in self.compute]
 
     def beside(self, collective: Placed) -> tuple[tuple[str, float], ...]:
@@ -176,14 +181,10 @@ class _View:
         if after == len(self.compute):
             return "no compute is left to run"
         following = self.compute[after]
-        arrived = max((self.at[p].end_us for p in self.graph.producers(following.name)), default=0.0)
-        busy = [
-            h.name
-            for h in self.host
-            if arrived < h.end_us <= following.start_us + _ROUNDING_US and h.end_us > idle_us
-        ]
-        if busy and following.start_us > arrived + _ROUNDING_US:
-            return f"{following.name} comes next and the host is still in {busy[-1]}"
+        producers = self.graph.producers(following.name)
+        arrived = max((self.at[p].end_us for p in producers), default=0.0)
+        if following.start_us > max(arrived, idle_us) + _ROUNDING_US:
+            return f"{following.name} comes next, behind {self._holding(following)}"
         other = next((c for c in self.compute[after + 1 :] if self._is_ready(c, idle_us)), None)
         if other is not None:
             us = self.graph[other.name].cost_us
@@ -191,8 +192,20 @@ class _View:
         if following.name in readers:
             which = "its only consumer" if len(readers) == 1 else "its consumer"
             return f"{which} {following.name} needs it next and nothing else is ready"
-        late = max(self.graph.producers(following.name), key=lambda p: self.at[p].end_us)
+        late = max(producers, key=lambda p: self.at[p].end_us)
         return f"{following.name} comes next, waits for {late}, and nothing else is ready"
+
+    def _holding(self, held: Placed) -> str:
+        """What else than its needs a compute task waits for: the host, or a start that reads another collective."""
+        for one in reversed(self.order[: self.position[held.name]]):
+            reads = [p for p in self.graph.producers(one.name) if self.graph[p].is_collective]
+            if one.lane == HOST and abs(one.end_us - held.start_us) < _ROUNDING_US:
+                return f"{one.name} of the host"
+            if self.graph[one.name].is_collective and any(
+                abs(self.at[p].end_us - held.start_us) < _ROUNDING_US for p in reads
+            ):
+                return f"the issue of {one.name}, which reads {', '.join(reads)}"
+        return "what the compute stream waits for"
 
     def _is_ready(self, one: Placed, now: float) -> bool:
         """By its needs alone."""
