@@ -96,7 +96,7 @@ def periodic_order(graph: TaskGraph, problem: Problem, search: Search) -> Found:
     small = shortened(graph, periods.kinds, most=_LAYERS)
     found: list[_Choice] = []
     if small is not graph:
-        found = _search(small, Problem.of(small, rule="layers", cap=problem.cap), search, share=0.6)
+        found = _search(small, Problem.of(small, rule="layers", cap=problem.cap), search, share=0.75)
     cost = search.cost(graph, problem)
     best: tuple[float, str, list[int]] | None = None
     for choice in found[:_PLAYED]:
@@ -135,11 +135,11 @@ def _search(graph: TaskGraph, problem: Problem, search: Search, *, share: float)
             if made is not None and tuple(made) not in found:
                 own = {kind: next(iter(one)) for kind, one in periods.of(made).items()}
                 found[tuple(made)] = _Choice(cost(made), f"pattern of {method}", own)
-        if found and time.thread_time() > now + 0.5 * (deadline - now):
+        if found and time.thread_time() >= now + 0.5 * (deadline - now):
             break
     choices = sorted(found.values(), key=lambda one: one.us)
     for start in choices[:_IMPROVED]:
-        if choices[0].us <= problem.lower_bound * (1 + 1e-9) or time.thread_time() > deadline:
+        if choices[0].us <= problem.lower_bound * (1 + 1e-9) or time.thread_time() >= deadline:
             break
         better = _improved(periods, start, cost, deadline, problem.lower_bound)
         choices = sorted([*choices, better], key=lambda one: one.us)
@@ -173,7 +173,7 @@ def _improved(periods: Periods, start: _Choice, cost: Cost, deadline: float, bou
         improved = False
         for kind in often:
             for moved in _moves(patterns[kind]):
-                if us <= bound * (1 + 1e-9) or time.thread_time() > deadline:
+                if us <= bound * (1 + 1e-9) or time.thread_time() >= deadline:
                     return _Choice(us, f"{start.method}, improved", patterns)
                 made = periods.order(patterns | {kind: moved})
                 if made is not None and (now := cost(made)) < us * (1 - 1e-9):

@@ -16,7 +16,7 @@ from fxskip.errors import ScheduleError
 from fxskip.schedule.beam import beam_order
 from fxskip.schedule.list_schedule import list_order, program_order
 from fxskip.schedule.machine import Machine
-from fxskip.schedule.periodic import Cost, Found, Search, has_roles, periodic_order
+from fxskip.schedule.periodic import Cost, Found, Periods, Search, has_roles, periodic_order
 from fxskip.schedule.problem import OrderRule, Problem
 from fxskip.schedule.result import Schedule, schedule_of
 from fxskip.schedule.short_first import short_first
@@ -62,7 +62,8 @@ def solve(
         method, order = _best(graph, problem, search)
     cost = search.cost(graph, problem)
     if machine is not None:
-        order = short_first(graph, problem, order, cost, search.deadline, repeat=rule == "periodic")
+        accepts = Periods(graph, problem).is_periodic if rule == "periodic" else lambda _: True
+        order = short_first(graph, problem, order, cost, search.deadline, accepts)
     return schedule_of(graph, problem, order, rule=rule, method=method, cost_us=cost(order))
 
 
@@ -85,7 +86,7 @@ def _best(graph: TaskGraph, problem: Problem, search: Search) -> Found:
         us = cost(order)
         if best is None or us < best[0] * (1 - _SAME):
             best = (us, (method, order))
-        if best[0] <= problem.lower_bound * (1 + _SAME) or time.thread_time() > search.deadline:
+        if best[0] <= problem.lower_bound * (1 + _SAME) or time.thread_time() >= search.deadline:
             break
     if best is None:
         raise ScheduleError(
@@ -104,7 +105,7 @@ def _with_periodic(graph: TaskGraph, problem: Problem, search: Search) -> Iterat
     started = time.thread_time()
     for number, found in enumerate(search.candidates(graph, problem)):
         yield found
-        if number >= _FIRST and time.thread_time() > started + 0.25 * (search.deadline - started):
+        if number >= _FIRST and time.thread_time() >= started + 0.15 * (search.deadline - started):
             break
     if len(graph.layers) > _FEW_LAYERS and has_roles(graph):
         layered = Problem.of(graph, rule="layers", cap=problem.cap)
