@@ -20,7 +20,10 @@ from fxskip.checkpoint.auto_classes import loader
 from fxskip.checkpoint.family import record_of, rewired_layers
 from fxskip.checkpoint.program import program_record
 from fxskip.checkpoint.record import WiringRecord
+from fxskip.collectives.cut_linear import Cut
 from fxskip.errors import CheckpointError, PassError
+from fxskip.passes.tensor_plan import tensor_plan
+from fxskip.pipeline import analyse
 from fxskip.planning import Plan, Trainable, trainable_parameters
 from fxskip.planning.deployment import TOKENS, Wishes
 from fxskip.program_analysis import ProgramAnalysis, explain_program
@@ -124,8 +127,25 @@ def parallelize(student: Model, mesh: DeviceMesh | None = None) -> Model:
             hint="transform with a spec that says, for example, parallel: {expert: {size: 2}}",
         )
     _refuse_missing_stages(spec, mesh)
-    spread(model, rewired_layers(model), spec, make_mesh(spec, mesh))
+    spread(model, rewired_layers(model), spec, make_mesh(spec, mesh), _tensor_plans(model, spec))
     return student
+
+
+def _tensor_plans(student: nn.Module, spec: Spec) -> dict[str, dict[str, Cut]]:
+    """How matrices are cut, by layer; nothing where the spec cuts none."""
+    if spec.parallel is None or spec.parallel.tensor is None or spec.parallel.tensor.size == 1:
+        return {}
+    layers = Analysis.of_student("parallelize", student).layers
+    graphs = {id(layer.graph): layer.graph for layer in layers}
+    plans = {key: tensor_plan(analyse(graph)) for key, graph in graphs.items()}
+    if not any(plans.values()):
+        raise PassError(
+            "parallelize",
+            f"parallel.tensor.size is {spec.parallel.tensor.size}, and no matrix of {type(student).__name__} can be cut",
+            hint="attention and MLPs are cut whose last matrix, a linear layer, follows others; leave parallel.tensor "
+            "out for this architecture",
+        )
+    return {layer.path: plans[id(layer.graph)] for layer in layers}
 
 
 def plan(
@@ -236,11 +256,7 @@ def _require_record(who: str, student: nn.Module) -> WiringRecord:
 def _refuse_missing_stages(spec: Spec, mesh: Any) -> None:
     """What the language can say and this version cannot do is refused, never ignored."""
     missing, idle = [], []
-    parallel, schedule, runtime = spec.parallel, spec.schedule, spec.runtime
-    if parallel is not None and parallel.tensor is not None and parallel.tensor.size > 1:
-        missing.append(f"parallel.tensor.size: {parallel.tensor.size}")
-    if schedule is not None and schedule.solver != "list":
-        missing.append(f"schedule.solver: {schedule.solver}")
+    schedule, runtime = spec.schedule, spec.runtime
     if schedule is not None and schedule.costs == "measured":
         missing.append(f"schedule.costs: {schedule.costs}")
     if runtime is not None and runtime.transport == "copy_engine":

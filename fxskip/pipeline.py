@@ -21,12 +21,14 @@ from fxskip.passes.classify import classify
 from fxskip.passes.defer import arrive, defer
 from fxskip.passes.find_stream import find_stream
 from fxskip.passes.functionalise import functionalise
+from fxskip.passes.merge_collectives import merge_collectives
 from fxskip.passes.order_gradients import order_gradients
 from fxskip.passes.partial_values import require_reduced
 from fxskip.passes.place import place
 from fxskip.passes.reroute import reroute
 from fxskip.passes.scattered_adds import join_scattered_adds, separate_scattered_adds
 from fxskip.passes.shard import shard
+from fxskip.passes.shard_tensors import shard_tensors
 from fxskip.passes.split_collectives import split_collectives
 from fxskip.passes.split_contributions import split_contributions
 from fxskip.passes.sub_blocks import sub_blocks
@@ -61,7 +63,7 @@ def rewire(graph: fx.Graph, wiring: RegionWiring, *, eager: bool = True) -> fx.G
 
     eager   it runs node by node; False where a compiler lowers it
     """
-    return _finished(_wired(graph, wiring), eager=eager)
+    return _finished(wired(graph, wiring), eager=eager)
 
 
 def parallelise(
@@ -72,7 +74,8 @@ def parallelise(
     arriving   what the layer before leaves unfinished
     name       of the region, under which its schedule is noted
     """
-    graph = require_reduced(shard(_wired(graph, wiring), parallel))
+    graph = shard(wired(graph, wiring), parallel)
+    graph = require_reduced(merge_collectives(shard_tensors(graph, parallel.tensor_size)))
     graph = order_gradients(split_collectives(graph, parallel.mode))
     if parallel.defers:
         graph = defer(graph)
@@ -83,7 +86,8 @@ def parallelise(
     return verify_flights(_finished(graph, eager=True))
 
 
-def _wired(graph: fx.Graph, wiring: RegionWiring) -> fx.Graph:
+def wired(graph: fx.Graph, wiring: RegionWiring) -> fx.Graph:
+    """The graph analysed again, for each capture may differ, then wired and verified; its streams are still marked."""
     graph = analyse(graph)
     _require_planned_blocks(graph, wiring)
     for step in REWIRING:

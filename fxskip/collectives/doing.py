@@ -65,7 +65,9 @@ class Doing:
         return Doing(*reversed(values))
 
     def __str__(self) -> str:
-        dtype = str(_DTYPES[self.dtype]).removeprefix("torch.") if self.dtype < len(_DTYPES) else "another type"
+        dtype = (
+            str(_DTYPES[self.dtype]).removeprefix("torch.") if self.dtype < len(_DTYPES) else "another type"
+        )
         return (
             f"decoder layer {self.layer}{' again, in a backward pass' if self.again else ''}, "
             f"hidden states {dtype}[..., {self.width}] with{'' if self.hidden_gradients else 'out'} gradients, "

@@ -36,7 +36,17 @@ from fxskip.collectives.landing import (
 )
 from fxskip.errors import PassError
 
-__all__ = ["Collective", "Flight", "Issued", "drain", "poisoned_buffers", "start", "start_of_next", "under_way", "wait"]
+__all__ = [
+    "Collective",
+    "Flight",
+    "Issued",
+    "drain",
+    "poisoned_buffers",
+    "start",
+    "start_of_next",
+    "under_way",
+    "wait",
+]
 
 
 class Collective(Protocol):

@@ -157,8 +157,6 @@ def arrive(graph: fx.Graph, tail: Tail) -> fx.Graph:
         with new.inserting_after(arrived):
             joined = new.call_function(join, (arrived, made[finished]))
         joined.meta.update(made[finished].meta)
-        arrived.replace_all_uses_with(
-            joined, delete_user_cb=lambda user: user.target not in (stand_in, join)
-        )
+        arrived.replace_all_uses_with(joined, delete_user_cb=lambda user: user.target not in (stand_in, join))
     new.lint()
     return new

@@ -16,9 +16,11 @@ from typing import Any, Literal
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fxskip.collectives.cut_linear import own_part, run_cut_linear
 from fxskip.errors import PassError
-from fxskip.ir import copy_graph, is_add, is_leaf, op_name, stream_inputs, value
+from fxskip.ir import copy_graph, is_add, is_leaf, mutated_base, op_name, storage, stream_inputs, value
 from fxskip.linear import linear_operand
+from fxskip.parallel import TENSOR
 
 
 def enter(value: Tensor, axis: str) -> Tensor:
@@ -96,11 +98,16 @@ def tags(graph: fx.Graph) -> dict[fx.Node, Tag]:
     whose gradient would stay a part because it did not enter.
     """
     found: dict[fx.Node, Tag] = {}
+    written: dict[int, Tag] = {}
     with_gradient = differentiable(graph)
     for node in graph.nodes:
-        tag = _tag(node, found, with_gradient)
+        held = {a: tag for a in node.all_input_nodes if (tag := found.get(a) or written.get(storage(a) or 0))}
+        tag = _tag(node, held, with_gradient)
         if tag is not None:
             found[node] = tag
+            base = mutated_base(node)
+            if base is not None and (memory := storage(base)) is not None:
+                written[memory] = tag
     return found
 
 
@@ -113,12 +120,15 @@ def require_reduced(graph: fx.Graph) -> fx.Graph:
     return copy_graph(graph)
 
 
-def _tag(node: fx.Node, found: dict[fx.Node, Tag], with_gradient: set[fx.Node]) -> Tag | None:
+def _tag(node: fx.Node, tagged: dict[fx.Node, Tag], with_gradient: set[fx.Node]) -> Tag | None:
     operands = node.all_input_nodes
-    tagged = {a: found[a] for a in operands if a in found}
     if node.target is enter:
         _require(node, not tagged, tagged, "takes a value that all ranks have alike")
         return Tag("own", str(node.args[1]))
+    if node.target is own_part:
+        return Tag("own", str(node.args[2]))
+    if node.target is run_cut_linear:
+        _require(node, list(tagged.values()) == [Tag("own", TENSOR)], tagged, "takes what entered, or is cut")
     if node.target is partial or node.target is reduce:
         held: Literal["own", "partial"] = "own" if node.target is partial else "partial"
         wanted = Tag(held, str(node.args[1]))
@@ -126,12 +136,15 @@ def _tag(node: fx.Node, found: dict[fx.Node, Tag], with_gradient: set[fx.Node]) 
         return Tag("partial", wanted.axis) if node.target is partial else None
     if not tagged or _is_number(node):
         return None
+    if any(tag.held == "partial" for tag in tagged.values()) and not is_add(node):
+        # A factor that entered is the same on all ranks.
+        tagged = {a: tag for a, tag in tagged.items() if a.target is not enter}
     (tag, *others) = dict.fromkeys(tagged.values())
     _require(node, not others, tagged, "mixes values that ranks hold in different ways")
     is_border = node.op == "output" or op_name(node) == "stream_out"
     _require(node, not is_border, tagged, "leaves the layer and must be the same on all ranks")
     _require(node, not is_leaf(node), tagged, "runs as it is, with parameters that all ranks have alike")
-    full = [a for a in operands if a in with_gradient and a not in tagged]
+    full = [a for a in operands if a in with_gradient and a not in tagged and a.target is not enter]
     if tag.held == "partial":
         _require(node, _keeps_sums(node, set(tagged)) and not full, tagged, "needs the whole sum")
         return tag

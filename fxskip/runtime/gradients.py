@@ -53,9 +53,7 @@ def average_gradients(model: nn.Module, *, dense: bool = True) -> None:
         _add_up(others, [mesh[name] for name in axes], share)
 
 
-def clip_grad_norm_(
-    parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0
-) -> Tensor:
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """torch.nn.utils.clip_grad_norm_ for parameters of which some are spread over processes and some are not.
 
     torch's own refuses the mixture. All processes call it; each gets the norm of the whole gradient, a scalar.

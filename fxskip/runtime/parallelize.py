@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fxskip.collectives.all_to_all import split_evenly
+from fxskip.collectives.cut_linear import Cut, cut_linear
 from fxskip.errors import PassError
 from fxskip.leaves import holds_experts, make_leaf
 from fxskip.parallel import EXPERT, TENSOR, ExpertStack, Ranks, RegionParallel
@@ -30,10 +31,18 @@ def is_parallel(spec: Spec) -> bool:
     return any(axis is not None and axis.size > 1 for axis in axes)
 
 
-def spread(model: nn.Module, layers: Mapping[str, nn.Module], spec: Spec, mesh: DeviceMesh) -> None:
-    """Keep this rank's routed experts alone in each decoder layer, and have the layers exchange rows.
+Plan = Mapping[str, Cut]
+"""How the matrices of a layer are cut, by the paths of their modules in it."""
 
-    Raises PassError where the processes do not hold the same model, and where a layer's experts cannot be cut.
+
+def spread(
+    model: nn.Module, layers: Mapping[str, nn.Module], spec: Spec, mesh: DeviceMesh, plans: Mapping[str, Plan]
+) -> None:
+    """Keep this rank's experts and parts of matrices alone in each decoder layer, and have the layers exchange values.
+
+    plans   by the path of the layer; of use where the mesh has the axis "tensor"
+
+    Raises PassError where the processes do not hold the same model, and where experts or matrices cannot be cut.
     """
     require_same_everywhere(model, spec, mesh)
     axis, common = expert_axis(spec), _common(spec, mesh)
@@ -45,6 +54,9 @@ def spread(model: nn.Module, layers: Mapping[str, nn.Module], spec: Spec, mesh: 
     for (path, layer), after in zip(layers.items(), following, strict=True):
         assert isinstance(layer, Region)
         stacks = tuple(_cut(layer, inner, mesh[common.expert_axis]) for inner in found[path])
+        if common.tensor_size > 1:
+            for inner, how in plans[path].items():
+                cut_linear(layer, inner, how, mesh[TENSOR])
         defers = common.mode != "reference" and after is not None and _has_several_streams(after)
         layer.fxskip_ranks = Ranks(mesh)
         layer.fxskip_parallel = replace(common, experts=stacks, defers=defers)

@@ -9,7 +9,11 @@ from torch.nn.modules import module as global_hooks
 
 from fxskip.capture.recorded_outputs import records_layers
 
-_PASS_THROUGH = ("torch.distributed.fsdp.", "torch.distributed._composable.", "transformers.utils.output_capturing")
+_PASS_THROUGH = (
+    "torch.distributed.fsdp.",
+    "torch.distributed._composable.",
+    "transformers.utils.output_capturing",
+)
 """Modules whose hooks hand on what they get, or cast it; the last's record only while `records_layers`."""
 
 
@@ -27,9 +31,7 @@ def result_is_watched(layer: nn.Module) -> bool:
 
 def arguments_are_watched(layer: nn.Module) -> bool:
     """Whether a hook reads what `layer` is called with."""
-    return _has_others(
-        *layer._forward_pre_hooks.values(), *global_hooks._global_forward_pre_hooks.values()
-    )
+    return _has_others(*layer._forward_pre_hooks.values(), *global_hooks._global_forward_pre_hooks.values())
 
 
 def _has_others(*hooks: Any) -> bool:

@@ -10,10 +10,14 @@ from torch import multiprocessing
 from tests.ranks import one_rank
 
 
-def run_until_all_end(body: Callable[[int], None], ranks: int, store: Path, *, limit_s: int) -> dict[int, int]:
+def run_until_all_end(
+    body: Callable[[int], None], ranks: int, store: Path, *, limit_s: int
+) -> dict[int, int]:
     """How each rank ended: 0, a positive status after an error, or minus the signal. A hang names the ranks."""
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=one_rank, args=(rank, body, ranks, str(store))) for rank in range(ranks)]
+    processes = [
+        context.Process(target=one_rank, args=(rank, body, ranks, str(store))) for rank in range(ranks)
+    ]
     for process in processes:
         process.start()
     deadline = time.monotonic() + limit_s

@@ -27,10 +27,18 @@ def model(kind: str = "qwen2_moe", *, layers: int = 3, double: bool = False, **o
     return found.train()
 
 
-def spread(original: nn.Module, preset: str = "farskip", mode: str = "scheduled", **sections: Any) -> nn.Module:
+def spread(
+    original: nn.Module, preset: str = "farskip", mode: str = "scheduled", **sections: Any
+) -> nn.Module:
     """A student that is spread over both processes."""
     runtime = {"mode": mode} | sections.pop("runtime", {})
-    spec = {"fxskip": 1, "preset": preset, "parallel": {"expert": {"size": 2}}, "runtime": runtime, **sections}
+    spec = {
+        "fxskip": 1,
+        "preset": preset,
+        "parallel": {"expert": {"size": 2}},
+        "runtime": runtime,
+        **sections,
+    }
     return fxskip.transform(original, spec)
 
 
@@ -84,7 +92,9 @@ def assert_all_modes_agree(student: nn.Module, inputs: Batch, **arguments: Any) 
     return found
 
 
-def assert_one_process_gives_the_same(found: Outcome, alone: nn.Module, inputs: Batch, **arguments: Any) -> None:
+def assert_one_process_gives_the_same(
+    found: Outcome, alone: nn.Module, inputs: Batch, **arguments: Any
+) -> None:
     """The logits of this rank's batch, and the sum of both ranks' gradients, to the rounding of float64."""
     want = step(alone, inputs, **arguments)
     assert difference(found.logits, want.logits) < ROUNDING

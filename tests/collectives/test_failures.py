@@ -130,10 +130,16 @@ def one_fails_in_backward(rank: int) -> None:
     module = on_a_group_of_its_own(in_mode(student(), "scheduled"))
     loss = backward_of(module, rank)
     if rank == 1:
-        with pytest.warns(UserWarning, match="in flight"), pytest.raises(Mishap), FailAt(f"{ATTENTION}_backward", 2):
+        with (
+            pytest.warns(UserWarning, match="in flight"),
+            pytest.raises(Mishap),
+            FailAt(f"{ATTENTION}_backward", 2),
+        ):
             loss.backward()
         return
-    with pytest.raises(fxskip.CollectiveError, match=r"gradient of .* of decoder layer 0: waited for in vain: rank 1"):
+    with pytest.raises(
+        fxskip.CollectiveError, match=r"gradient of .* of decoder layer 0: waited for in vain: rank 1"
+    ):
         loss.backward()
 
 

@@ -99,7 +99,10 @@ def optimizers(rank: int, folder: Path) -> None:
         lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
         lambda m: torch.optim.SGD(fxskip.parameter_groups(m), lr=0.1, foreach=True),
     ):
-        twin, alone = in_mode(pair()[0], "scheduled"), fxskip.transform(model("mixtral", layers=2, double=True), "farskip")
+        twin, alone = (
+            in_mode(pair()[0], "scheduled"),
+            fxskip.transform(model("mixtral", layers=2, double=True), "farskip"),
+        )
         steps(twin, make(twin), rank, mean=False)
         steps(alone, make(alone), rank, mean=True)
         assert sum(isinstance(p, DTensor) for p in twin.parameters()) == 4

@@ -37,7 +37,9 @@ def student() -> nn.Module:
     return spread(original())
 
 
-def assert_as_reference(loop: Loop, rank: int, prepare: Callable[[nn.Module], Any] = lambda module: None) -> None:
+def assert_as_reference(
+    loop: Loop, rank: int, prepare: Callable[[nn.Module], Any] = lambda module: None
+) -> None:
     """`loop` returns tensors, which are compared beside the gradients that it leaves."""
     found = []
     for mode in ("reference", "scheduled"):
@@ -173,7 +175,9 @@ def second_derivatives_are_refused(rank: int, folder: Path) -> None:
     twin = in_mode(student(), "scheduled")
     twin.set_attn_implementation("eager")  # type: ignore[operator]
     found = torch.autograd.grad(
-        forward(twin, rank).loss, [twin.lm_head.weight, twin.model.embed_tokens.weight], create_graph=True  # type: ignore[union-attr,list-item]
+        forward(twin, rank).loss,
+        [twin.lm_head.weight, twin.model.embed_tokens.weight],
+        create_graph=True,  # type: ignore[union-attr,list-item]
     )
     with pytest.raises(RuntimeError, match="once_differentiable"):
         found[1].sum().backward()

@@ -57,7 +57,9 @@ class _choose:
     def __init__(self, chosen: list[int]) -> None:
         self.chosen = chosen
 
-    def __call__(self, module: nn.Module, args: object, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def __call__(
+        self, module: nn.Module, args: object, out: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
         logits, weights, index = out
         return logits, weights, torch.zeros_like(index) + torch.tensor(self.chosen, device=index.device)
 
@@ -105,5 +107,7 @@ def no_batch_on_a_rank(rank: int, folder: Path) -> None:
 @pytest.mark.slow
 def test_uneven(tmp_path: Path) -> None:
     run_on_ranks(
-        (uneven_batches, other_kinds_of_calls, no_tokens_for_a_rank, no_batch_on_a_rank), tmp_path, limit_s=400
+        (uneven_batches, other_kinds_of_calls, no_tokens_for_a_rank, no_batch_on_a_rank),
+        tmp_path,
+        limit_s=400,
     )

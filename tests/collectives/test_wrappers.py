@@ -47,7 +47,11 @@ def assert_as_blocking(wrap: Wrap, rank: int, *, steps: int = 2, mode: str = "sc
 
 
 def experts(module: nn.Module) -> set[nn.Parameter]:
-    return {p for p in module.parameters() if isinstance(p, DTensor) and p.device_mesh.mesh_dim_names == ("expert",)}
+    return {
+        p
+        for p in module.parameters()
+        if isinstance(p, DTensor) and p.device_mesh.mesh_dim_names == ("expert",)
+    }
 
 
 # --- DDP -----------------------------------------------------------------------------------------
@@ -217,7 +221,10 @@ def recompute_of_the_spec(rank: int, folder: Path) -> None:
         assert_as_blocking(recomputing, rank)
         assert exchanges(recomputing(in_mode(student(), "scheduled")), rank) == PLAIN
         found = recomputing(in_mode(student(), "scheduled"))
-        assert_same_bits(step(found, own_batch(rank), use_cache=False), step(in_mode(student(), "reference"), own_batch(rank)))
+        assert_same_bits(
+            step(found, own_batch(rank), use_cache=False),
+            step(in_mode(student(), "reference"), own_batch(rank)),
+        )
 
 
 def reentrant_checkpointing_is_refused(rank: int, folder: Path) -> None:
