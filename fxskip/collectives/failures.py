@@ -115,7 +115,7 @@ def wait_until_done(name: str, group: Any, work: Work) -> None:
 def until(name: str, group: Any, done: Callable[[], bool]) -> None:
     """Call `done`, which waits for a moment, until it returns True.
 
-    Raises CollectiveError where another rank has failed meanwhile, or where `done` raises a RuntimeError of the transport.
+    Raises CollectiveError where another rank has failed meanwhile, or where the transport fails in `done`.
     """
     member = _member(group)
     try:

@@ -90,7 +90,9 @@ def all_fail_in_forward(rank: int) -> None:
         module(**own_batch(rank), use_cache=False)
     assert under_way() == []
     (note,) = caught.value.__notes__
-    assert note.startswith("fxskip: decoder layer 1: waited for what was in flight: dispatch of decoder layer 1")
+    assert note.startswith(
+        "fxskip: decoder layer 1: waited for what was in flight: dispatch of decoder layer 1"
+    )
     assert_same_bits(step(module, own_batch(rank), use_cache=False), want)
 
 

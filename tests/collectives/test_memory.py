@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch import nn
 
+from tests.backward.test_scheduled_memory import Memory
 from tests.collectives.spreads import in_mode, model, own_batch, regions, spread
-from tests.runtime.test_scheduled_memory import Memory
 from tests.training_loop.ranks import run_on_ranks
 
 LAYERS = 4
@@ -56,7 +56,9 @@ def checkpointing_keeps_what_arrives(rank: int, folder: Path) -> None:
     # A finished stream against: rows in flight, tokens x choices, their order (int64), and routing weights (float32).
     crossing = LAYERS - 1
     rows = TOKENS * CHOICES * (ROW_BYTES + 8 + 4)
-    assert kept["scheduled"] - kept["reference"] == pytest.approx(crossing * (rows - TOKENS * ROW_BYTES), rel=0.1)
+    assert kept["scheduled"] - kept["reference"] == pytest.approx(
+        crossing * (rows - TOKENS * ROW_BYTES), rel=0.1
+    )
     if rank == 0:
         (folder / "checkpointing.txt").write_text(f"{kept}")
 
