@@ -114,14 +114,18 @@ def generation(rank: int, folder: Path) -> None:
     """Each rank its own prompts; the same tokens as in one process."""
     alone = fxskip.transform(original(), "farskip").eval()
     twin = in_mode(student(), "scheduled").eval()
-    for padded in (False, True):
+    for padded, options in (
+        (False, {}),
+        (True, {"cache_implementation": "static"}),
+        (True, {"num_beams": 2}),
+        (False, {"use_cache": False}),
+    ):
         inputs = own_batch(rank, 2, 6, padded=padded)
         del inputs["labels"]
-        for options in ({}, {"cache_implementation": "static"}, {"num_beams": 2}, {"use_cache": False}):
-            how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, **options}
-            with poisoned_buffers():
-                got = twin.generate(**inputs, **how)  # type: ignore[operator]
-            assert torch.equal(got, alone.generate(**inputs, **how)), (padded, options)  # type: ignore[operator]
+        how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, **options}
+        with poisoned_buffers():
+            got = twin.generate(**inputs, **how)  # type: ignore[operator]
+        assert torch.equal(got, alone.generate(**inputs, **how)), (padded, options)  # type: ignore[operator]
 
 
 # --- several passes -------------------------------------------------------------------------------
