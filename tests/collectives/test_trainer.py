@@ -23,7 +23,9 @@ STEPS = 3
 class MeanOfExperts(TrainerCallback):
     """What docs/overlap.md says to add: DDP has averaged the rest."""
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
+    ) -> None:
         fxskip.average_gradients(model, dense=False)
         fxskip.clip_grad_norm_(model.parameters(), 1.0)
 
