@@ -135,7 +135,9 @@ def test_parts_compute_the_whole(name: str) -> None:
     x = stream()
     want = layer(x)
     graph = sharded(layer)
-    inputs = [x if "streams" in n.name else parameters[_name(n)] for n in graph.nodes if n.op == "placeholder"]
+    inputs = [
+        x if "streams" in n.name else parameters[_name(n)] for n in graph.nodes if n.op == "placeholder"
+    ]
     for got in in_lockstep(graph, inputs, layer, parts_are_made=True):
         torch.testing.assert_close(got[0], want, rtol=1e-13, atol=1e-13)
 
