@@ -174,10 +174,23 @@ def test_a_spec_goes_from_a_student_to_another_model() -> None:
     [
         {"parallel": {"expert": {"size": 1, "exchange": "all_reduce"}}},
         {"schedule": {"overlap": "none", "solver": "cp_sat"}},
+        {"schedule": {}},
+        {"runtime": {"mode": "scheduled"}},
+        {"runtime": {"transport": "gloo"}},
     ],
     ids=str,
 )
 def test_an_option_that_would_do_nothing_is_refused(section: Any) -> None:
+    assert "nothing to do for" in refusal(tiny("mixtral"), {**FARSKIP.spec, **section}, fxskip.PassError)
+
+
+def test_several_processes_without_a_group() -> None:
+    section = {"parallel": {"expert": {"size": 2}}}
+    assert "no process group" in refusal(tiny("mixtral"), {**FARSKIP.spec, **section}, fxskip.PassError)
+
+
+def test_what_no_stage_does_yet_is_refused() -> None:
+    section = {"parallel": {"expert": {"size": 2}}, "runtime": {"transport": "copy_engine"}}
     assert "has no stage for" in refusal(tiny("mixtral"), {**FARSKIP.spec, **section}, fxskip.PassError)
 
 
