@@ -141,10 +141,9 @@ def _tensor_plans(student: nn.Module, spec: Spec) -> dict[str, dict[str, Cut]]:
     if not any(plans.values()):
         raise PassError(
             "parallelize",
-            f"parallel.tensor.size is {spec.parallel.tensor.size}, and no matrix of {type(student).__name__} can "
-            "be cut",
-            hint="attention and MLPs are cut whose last matrix, a linear layer, follows others; "
-            "leave parallel.tensor out for this architecture",
+            f"parallel.tensor.size is {spec.parallel.tensor.size}, and {type(student).__name__} has no matrix to cut",
+            hint="attention and MLPs are cut whose last matrix, a linear layer, follows others; leave parallel.tensor "
+            "out for this architecture",
         )
     return {layer.path: plans[id(layer.graph)] for layer in layers}
 
