@@ -141,9 +141,10 @@ def _tensor_plans(student: nn.Module, spec: Spec) -> dict[str, dict[str, Cut]]:
     if not any(plans.values()):
         raise PassError(
             "parallelize",
-            f"parallel.tensor.size is {spec.parallel.tensor.size}, and no matrix of {type(student).__name__} can be cut",
-            hint="attention and MLPs are cut whose last matrix, a linear layer, follows others; leave parallel.tensor "
-            "out for this architecture",
+            f"parallel.tensor.size is {spec.parallel.tensor.size}, and no matrix of {type(student).__name__} can "
+            "be cut",
+            hint="attention and MLPs are cut whose last matrix, a linear layer, follows others; "
+            "leave parallel.tensor out for this architecture",
         )
     return {layer.path: plans[id(layer.graph)] for layer in layers}
 
@@ -257,13 +258,14 @@ def _refuse_missing_stages(spec: Spec, mesh: Any) -> None:
     """What the language can say and this version cannot do is refused, never ignored."""
     missing, idle = [], []
     schedule, runtime = spec.schedule, spec.runtime
-    if schedule is not None and schedule.solver != "list":
-        missing.append(f"schedule.solver: {schedule.solver}")
     if schedule is not None and schedule.costs == "measured":
         missing.append(f"schedule.costs: {schedule.costs}")
     if runtime is not None and runtime.transport == "copy_engine":
         missing.append("runtime.transport: copy_engine")
     if not is_parallel(spec):
+        expert = spec.parallel.expert if spec.parallel is not None else None
+        if expert is not None and "exchange" in expert.model_fields_set:
+            idle.append(f"parallel.expert.exchange: {expert.exchange} with size 1")
         if runtime is not None and runtime.transport != "auto":
             idle.append(f"runtime.transport: {runtime.transport}")
         if runtime is not None and runtime.mode != "reference" and "mode" in runtime.model_fields_set:
@@ -285,7 +287,7 @@ def _refuse_missing_stages(spec: Spec, mesh: Any) -> None:
     if idle:
         raise PassError(
             "transform",
-            f"{'; '.join(idle)}: nothing to do in one process",
+            f"in one process there is nothing to do for {'; '.join(idle)}",
             hint="add parallel: {expert: {size: 2}}, or leave these out",
         )
 

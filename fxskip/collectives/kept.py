@@ -42,7 +42,7 @@ _KEPT: ContextVar[Kept | None] = ContextVar("fxskip_kept", default=None)
 
 
 def made_once(make: Callable[[], Thing]) -> Thing:
-    """`make()`; in a second run of a layer's call, which the spec's `runtime.recompute` asks for, what the first gave."""
+    """`make()`; in a second run of a layer's call, for the spec's `runtime.recompute`, what the first run made."""
     kept = _KEPT.get()
     return make() if kept is None else kept.take(make)
 

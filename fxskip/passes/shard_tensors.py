@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from fxskip.collectives.cut_linear import own_part, run_cut_linear
 from fxskip.errors import PassError, first_line
-from fxskip.ir import copy_graph, is_tensor, module_path, mutated_base, op_name, storage, value
+from fxskip.ir import copy_graph, is_tensor, module_path, mutated_base, op_name, storage, value, writers
 from fxskip.parallel import TENSOR
 from fxskip.passes.cut_dims import (
     BLANKS,
@@ -75,6 +75,7 @@ class _Cutter:
         self._stand_ins: dict[fx.Node, Any] = {}
         self._parts: dict[tuple[fx.Node, int], fx.Node] = {}
         self._with_gradient = differentiable(graph)
+        self._written = writers(graph)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def run(self) -> None:
@@ -226,6 +227,8 @@ class _Cutter:
         return new
 
     def _entered(self, node: fx.Node) -> fx.Node:
+        if storage(node) in self._written:
+            raise self._refusal(node, "meets a value that is cut, and its memory is written in place")
         return marked(self._graph, enter, node, TENSOR) if node in self._with_gradient else node
 
     def _make_blank(self, node: fx.Node, dim: int) -> None:

@@ -16,7 +16,7 @@ from fxskip.schedule.order_backward import BackwardSchedule
 from fxskip.schedule.region_tasks import RegionTasks, region_tasks
 from fxskip.schedule.result import Schedule
 from fxskip.schedule.sizes import product
-from fxskip.schedule.solve_region import measured_graph, solved
+from fxskip.schedule.solve_region import region_schedule
 
 
 @dataclass
@@ -53,7 +53,7 @@ def order_region(
         left = next((n for u in units for n in u.nodes if n.target is leave_pending), None)
         repeats = (left.args[0] if left is not None else None) == arriving
         tasks = region_tasks(units, _costs(units, parallel), repeats=repeats)
-        schedule = solved(measured_graph(tasks, parallel.schedule.costs), tasks.copies, parallel)
+        schedule = region_schedule(tasks, parallel)
         tasks.mark_steps()
         _FOUND.setdefault(region, []).append(RegionSchedule(region, tasks, schedule))
         first = tasks.order(schedule.order)

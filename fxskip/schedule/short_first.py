@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 from fxskip.schedule.problem import Problem
@@ -17,7 +16,7 @@ def short_first(
     problem: Problem,
     order: list[int],
     cost: Callable[[Sequence[int]], float],
-    deadline: float,
+    is_over: Callable[[], bool],
     accepts: Callable[[Sequence[int]], bool],
 ) -> list[int]:
     """The order with tasks that begin with a short kernel moved right behind the starts before them, where that pays.
@@ -26,7 +25,7 @@ def short_first(
     """
     best = cost(order)
     for start_role, short_role in list(dict.fromkeys(_pairs(graph, problem, order))):
-        if time.thread_time() >= deadline:
+        if is_over():
             break
         moved = _moved(graph, problem, order, start_role, short_role)
         if moved != order and accepts(moved) and (us := cost(moved)) < best * (1 - 1e-9):

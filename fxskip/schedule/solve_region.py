@@ -7,30 +7,34 @@ from fxskip.parallel import EXPERT, RegionParallel
 from fxskip.schedule.cost_table import load_costs
 from fxskip.schedule.hardware import load_hardware
 from fxskip.schedule.machine import Machine, contention_of
+from fxskip.schedule.optimal import solve_optimal
 from fxskip.schedule.problem import OrderRule
 from fxskip.schedule.region_tasks import RegionTasks
 from fxskip.schedule.result import Schedule
 from fxskip.schedule.solve import solve
 from fxskip.schedule.tasks import TaskGraph
 
-_ALL_CANDIDATES_S = 3600.0
-"""The search is never cut short, for every rank has to find the same order by itself."""
+_TRIES = 300
+"""Orders that are costed. Not seconds: every rank has to find the same order by itself."""
+
+
+def region_schedule(tasks: RegionTasks, parallel: RegionParallel) -> Schedule:
+    """The schedule of a region's forward tasks; raises what `solved` and `measured_graph` raise."""
+    return solved(measured_graph(tasks, parallel.schedule.costs), tasks.copies, parallel)
 
 
 def solved(graph: TaskGraph, copies: int, parallel: RegionParallel) -> Schedule:
     """The schedule of the tasks of `copies` equal regions in a row.
 
-    Raises ScheduleError where no order keeps to `max_in_flight_mib`.
+    Raises ScheduleError where no order keeps to `max_in_flight_mib`, and where OR-tools is asked for and missing.
     """
     rule: OrderRule = "periodic" if copies > 1 else "layers"
     cap = parallel.schedule.max_in_flight_mib << 20
-    return solve(
-        graph,
-        rule=rule,
-        machine=_machine(parallel),
-        max_in_flight_bytes=cap,
-        seconds=_ALL_CANDIDATES_S,
-    )
+    if (
+        parallel.schedule.solver == "cp_sat"
+    ):  # which knows no periodic orders: a region in the middle stands for all
+        return solve_optimal(graph, rule="layers", max_in_flight_bytes=cap, repeatable=True).schedule
+    return solve(graph, rule=rule, machine=_machine(parallel), max_in_flight_bytes=cap, tries=_TRIES)
 
 
 def measured_graph(tasks: RegionTasks, costs: str) -> TaskGraph:
