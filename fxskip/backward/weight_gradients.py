@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from fxskip.backward.inner_graph import PRODUCTS, cut, gradients, hooks_of_the_caller, nodes
 
-
 WEIGHT_POSITIONS: dict[str, tuple[int, ...]] = {
     "linear": (1, 2),
     "addmm": (0, 2),
