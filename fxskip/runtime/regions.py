@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import _StopRecomputationError
 
+from fxskip.backward.explicit_region import explicit_region, has_flights, is_explicit
 from fxskip.capture.region import CompiledRegion, Streams, compile_region
 from fxskip.capture.sharding import refuse_to_pickle, set_own_class
 from fxskip.capture.twin import layer_class, require_own_class_forward
@@ -32,6 +33,7 @@ from fxskip.runtime.layer_cache import layer_caches, on_device, uses_one_part
 from fxskip.runtime.lowering import lowered
 from fxskip.runtime.recompute import recomputed, recomputes, reentrant_refusal
 from fxskip.runtime.watched import arguments_are_watched, result_is_watched
+from fxskip.schedule.order_region import schedules_of
 from fxskip.spec import Runtime
 from fxskip.wiring import RegionWiring
 
@@ -203,6 +205,8 @@ def _build(
     else:
         name = region_name(wiring, lower, parallel, arriving)
         graph = parallelise(module.graph, wiring, parallel, arriving, name)
+        if is_explicit(parallel) and torch.is_grad_enabled() and has_flights(graph):
+            return explicit_region(module, graph, schedules_of(name)[-1], parallel)
     return lowered(lower, fx.GraphModule(module, graph), example_inputs)
 
 
