@@ -33,6 +33,10 @@ class RegionSchedule:
     region: str
     """Name of the region function."""
     tasks: RegionTasks
+    graph: TaskGraph
+    """The tasks' graph, with the costs that the spec asks for."""
+    machine: Machine | None
+    """What candidates were simulated on; None where nothing is known of contention."""
     schedule: Schedule
     """Of the tasks; the backward pass runs in the mirror image of its order."""
 
@@ -58,27 +62,26 @@ def order_region(
         left = next((n for u in units for n in u.nodes if n.target is leave_pending), None)
         repeats = (left.args[0] if left is not None else None) == arriving
         tasks = region_tasks(units, _costs(units, parallel), repeats=repeats)
-        schedule = region_schedule(tasks, parallel)
-        _FOUND.setdefault(region, []).append(RegionSchedule(region, tasks, schedule))
+        _FOUND.setdefault(region, []).append(region_schedule(region, tasks, parallel))
+        tasks.mark()
+        schedule = _FOUND[region][-1].schedule
         first = tasks.order(schedule.order)
         return [*first, *(u for u in units if u not in set(first))]
 
     return ordered
 
 
-def region_schedule(tasks: RegionTasks, parallel: RegionParallel) -> Schedule:
+def region_schedule(region: str, tasks: RegionTasks, parallel: RegionParallel) -> RegionSchedule:
     """The schedule of a region's tasks that the spec's `schedule` asks for.
 
     Raises ScheduleError where no order keeps to `max_in_flight_mib`, and where a cost table lacks a task.
     """
-    wish, machine, graph = (
-        parallel.schedule,
-        _machine(parallel),
-        _with_measured(tasks, parallel.schedule.costs),
-    )
+    wish, machine = parallel.schedule, _machine(parallel)
+    graph = _with_measured(tasks, wish.costs)
     rule: OrderRule = "periodic" if tasks.copies > 1 else "layers"
     cap = wish.max_in_flight_mib << 20
-    return solve(graph, rule=rule, machine=machine, max_in_flight_bytes=cap, seconds=_ALL_CANDIDATES_S)
+    found = solve(graph, rule=rule, machine=machine, max_in_flight_bytes=cap, seconds=_ALL_CANDIDATES_S)
+    return RegionSchedule(region, tasks, graph, machine, found)
 
 
 def _with_measured(tasks: RegionTasks, costs: str) -> TaskGraph:
