@@ -22,8 +22,8 @@ import torch
 from provenance import provenance
 from torch import Tensor
 
-from fxskip.runtime.program import Program, Step
-from fxskip.runtime.scheduled_backward import ScheduledRegion
+from fxskip.backward.program import Program, Step
+from fxskip.backward.scheduled_region import ScheduledRegion
 
 OPERATIONS = (1, 8)
 MODES = ("train", "no_grad")

@@ -245,8 +245,6 @@ def _refuse_missing_stages(spec: Spec, mesh: Any) -> None:
     """What the language can say and this version cannot do is refused, never ignored."""
     missing, idle = [], []
     schedule, runtime = spec.schedule, spec.runtime
-    if schedule is not None and schedule.solver != "list":
-        missing.append(f"schedule.solver: {schedule.solver}")
     if schedule is not None and schedule.costs == "measured":
         _refuse_to_measure()
     if runtime is not None and runtime.transport == "copy_engine":

@@ -63,7 +63,7 @@ def rewire(graph: fx.Graph, wiring: RegionWiring, *, eager: bool = True) -> fx.G
 
     eager   it runs node by node; False where a compiler lowers it
     """
-    return _finished(_wired(graph, wiring), eager=eager)
+    return _finished(wired(graph, wiring), eager=eager)
 
 
 def parallelise(
@@ -74,7 +74,7 @@ def parallelise(
     arriving   what the layer before leaves unfinished
     name       of the region, under which its schedule is noted
     """
-    graph = shard(_wired(graph, wiring), parallel)
+    graph = shard(wired(graph, wiring), parallel)
     graph = require_reduced(merge_collectives(shard_tensors(graph, parallel.tensor_size)))
     graph = order_gradients(split_collectives(graph, parallel.mode))
     if parallel.defers:
@@ -86,7 +86,8 @@ def parallelise(
     return verify_flights(_finished(graph, eager=True))
 
 
-def _wired(graph: fx.Graph, wiring: RegionWiring) -> fx.Graph:
+def wired(graph: fx.Graph, wiring: RegionWiring) -> fx.Graph:
+    """The graph analysed again, for each capture may differ, then wired and verified; its streams are still marked."""
     graph = analyse(graph)
     _require_planned_blocks(graph, wiring)
     for step in REWIRING:

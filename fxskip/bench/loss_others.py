@@ -16,7 +16,9 @@ def liger_kl(inputs: Inputs, *, accumulate_in: torch.dtype | None = None) -> Cal
         from liger_kernel.ops import LigerFusedLinearKLDivFunction
 
         if not target:
-            dense = torch.zeros(len(inputs.hidden), len(inputs.weight), device="cuda", dtype=torch.bfloat16)
+            dense = torch.zeros(
+                len(inputs.hidden), len(inputs.weight), device=inputs.hidden.device, dtype=torch.bfloat16
+            )
             target.append(dense.scatter_(1, inputs.ids, inputs.logp.exp().bfloat16()))
         inputs.hidden.grad = inputs.weight.grad = None
         LigerFusedLinearKLDivFunction.apply(

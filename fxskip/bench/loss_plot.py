@@ -8,22 +8,33 @@ from fxskip.bench.loss_inputs import FLOOR
 from fxskip.errors import FxskipError
 
 
-def plot(report: Path, out: Path) -> None:
-    """Draws the rows of `report` into `out`, whose ending names the format (.svg, .png, .pdf)."""
+def plot(reports: list[Path], out: Path) -> None:
+    """Draws the rows of `reports`, of one machine, into `out`, whose ending names the format (.svg, .png, .pdf)."""
     from matplotlib.figure import Figure
 
-    content: dict[str, Any] = json.loads(report.read_text())
-    if "rows" not in content:
+    contents: list[dict[str, Any]] = [json.loads(report.read_text()) for report in reports]
+    for report, found in zip(reports, contents, strict=True):
+        if "rows" not in found:
+            raise FxskipError(
+                "bench plot",
+                f"{report} has no rows over tokens",
+                hint="it must be from fxskip bench loss --ranks 2",
+            )
+    machines = {(found["vocabulary"], found["ranks"], found["gpu"]) for found in contents}
+    if len(machines) > 1:
         raise FxskipError(
             "bench plot",
-            f"{report} has no rows over tokens",
-            hint="it must be from fxskip bench loss --ranks 2",
+            f"the reports are not of one machine and vocabulary: {sorted(machines)}",
+            hint="draw each by itself",
         )
+    vocabulary, ranks, gpu = machines.pop()
+    measured = [row for found in contents for row in found["rows"] if "median_ms" in row]
+    measured.sort(key=lambda row: row["tokens"])
     figure = Figure(figsize=(10, 4), layout="constrained")
     speed, memory = figure.subplots(1, 2)
-    for variant in dict.fromkeys(row["variant"] for row in content["rows"]):
+    for variant in dict.fromkeys(row["variant"] for row in measured):
         # A variant that ran out of memory ends where it did.
-        rows = [row for row in content["rows"] if row["variant"] == variant and "failed" not in row]
+        rows = [row for row in measured if row["variant"] == variant]
         tokens = [row["tokens"] / 1024 for row in rows]
         speeds = [row["tokens"] / row["median_ms"] for row in rows]
         (line,) = speed.plot(tokens, speeds, marker="o", label=variant)
@@ -40,5 +51,5 @@ def plot(report: Path, out: Path) -> None:
     memory.set_yscale("log", base=2)
     memory.yaxis.set_major_formatter("{x:.0f}")
     speed.legend(fontsize="small")
-    figure.suptitle(f"V={content['vocabulary']} over {content['ranks']} x {content['gpu']}, d=4096, bfloat16")
+    figure.suptitle(f"V={vocabulary} over {ranks} x {gpu}, d=4096, bfloat16")
     figure.savefig(out)

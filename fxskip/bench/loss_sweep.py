@@ -1,6 +1,5 @@
 """Launch parameters of the kernels: which are fastest on this GPU."""
 
-import statistics
 from functools import partial
 from itertools import product
 from typing import Any
@@ -8,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxskip.bench.loss_inputs import draw_inputs
-from fxskip.bench.measure import Work, kernel_events
+from fxskip.bench.loss_inputs import Setting, draw_inputs
+from fxskip.bench.measure import Work, attempted, kernel_ms
 from fxskip.loss.engine import RowLoss
 from fxskip.loss.head import Head
 from fxskip.loss.hidden_rows import OnlineTarget
@@ -20,7 +19,6 @@ from fxskip.loss.sparse_triton import TritonRows, Tuning
 from fxskip.loss.teacher_rows import TeacherRows
 from fxskip.loss.vocabulary import Shard
 
-CHUNK = 4096
 ROW_TUNINGS = [
     Tuning(block, warps)
     for block, warps in (
@@ -40,35 +38,43 @@ SUPPORT_TUNINGS = [
 PAIR_TUNINGS = [(512, 4), (1024, 4), (1024, 8), (2048, 8), (2048, 16), (4096, 16)]
 
 
-def sweep() -> dict[str, Any]:
-    """Milliseconds of each kernel on one chunk of 4096 tokens, for each block and number of warps; and of a copy."""
-    report: dict[str, Any] = {}
-    for vocabulary in (65536, 131072):
-        inputs = draw_inputs(CHUNK, vocabulary)
-        logits = inputs.hidden.detach() @ inputs.weight.detach().T
-        scratch = torch.empty_like(logits)
-        head = Head(inputs.weight.detach(), None, 1.0, None, 1.0)
-        teacher = TeacherRows(inputs.ids, inputs.logp, None)
-        share = torch.full((CHUNK,), 1.0 / CHUNK, device="cuda")
-        target = SparseTarget(head, teacher, share, "truncated", Shard(None, 0, vocabulary, vocabulary))
-        online = OnlineTarget(head, head, inputs.hidden.detach(), share, 0.0)
-        title = f"one chunk, V={vocabulary}"
-        print(f"\n{title}", flush=True)
-        rows = report[title] = {"copy": kernel_ms("elementwise", partial(scratch.copy_, logits))}
-        for tuning in SUPPORT_TUNINGS:
-            name = f"support, block {tuning.support_block}, warps {tuning.support_warps}"
-            rows[name] = kernel_ms("take_support", on_copy(TritonRows(target, tuning), scratch, logits))
-        for tuning in ROW_TUNINGS:
-            name = f"rows, block 4 x {tuning.block}, warps {tuning.warps}"
-            rows[name] = kernel_ms("reduce_rows", on_copy(TritonRows(target, tuning), scratch, logits))
-        for block, warps in PAIR_TUNINGS:
-            pairs = TritonPairs(online, PairTuning(block, warps))
-            rows[f"pairs, block {block}, warps {warps}"] = kernel_ms(
-                "compare_rows", on_copy(pairs, scratch, logits)
-            )
-        for name, value in rows.items():
-            print(f"  {name:44s} {value:7.3f} ms", flush=True)
-    return report
+def sweep(setting: Setting) -> dict[str, Any]:
+    """Milliseconds of each kernel on one chunk of 4096 tokens, for each block and number of warps; and of one that
+    reads and writes as much and does nothing else."""
+    return {
+        f"one chunk, V={vocabulary}": attempted(partial(swept, setting, vocabulary))
+        for vocabulary in (65536, 131072)
+    }
+
+
+def swept(setting: Setting, vocabulary: int) -> dict[str, Any]:
+    inputs = draw_inputs(setting, 4096, vocabulary)
+    hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
+    logits = hidden @ weight.T
+    scratch = torch.empty_like(logits)
+    head = Head(weight, None, 1.0, None, 1.0)
+    teacher = TeacherRows(inputs.ids, inputs.logp, None)
+    share = torch.full((len(hidden),), 1.0 / len(hidden), device=setting.device)
+    shard = Shard(None, 0, len(weight), len(weight))
+    target = SparseTarget(head, teacher, share, "truncated", shard)
+    online = OnlineTarget(head, head, hidden, share, 0.0, shard)
+    # A plain copy would be no kernel.
+    work: dict[str, tuple[str, Work]] = {"negation": ("elementwise", partial(torch.neg, logits, out=scratch))}
+    for tuning in SUPPORT_TUNINGS:
+        name = f"support, block {tuning.support_block}, warps {tuning.support_warps}"
+        work[name] = "take_support", on_copy(TritonRows(target, tuning), scratch, logits)
+    for tuning in ROW_TUNINGS:
+        name = f"rows, block 4 x {tuning.block}, warps {tuning.warps}"
+        work[name] = "reduce_rows", on_copy(TritonRows(target, tuning), scratch, logits)
+    for block, warps in PAIR_TUNINGS:
+        pairs = TritonPairs(online, PairTuning(block, warps))
+        work[f"pairs, block {block}, warps {warps}"] = "compare_rows", on_copy(pairs, scratch, logits)
+    print(f"\none chunk, V={vocabulary}", flush=True)
+    rows = {}
+    for name, (kernel, call) in work.items():
+        rows[name] = attempted(partial(kernel_ms, kernel, call))
+        print(f"  {name:44s} {rows[name]}", flush=True)
+    return rows
 
 
 def on_copy(row_loss: RowLoss, scratch_tV: Tensor, logits_tV: Tensor) -> Work:
@@ -76,20 +82,6 @@ def on_copy(row_loss: RowLoss, scratch_tV: Tensor, logits_tV: Tensor) -> Work:
 
     def work() -> None:
         scratch_tV.copy_(logits_tV)
-        row_loss.begin(scratch_tV, scratch_tV, slice(0, CHUNK))()
+        row_loss.begin(scratch_tV, scratch_tV, slice(0, len(scratch_tV)), None)()
 
     return work
-
-
-def kernel_ms(name: str, work: Work) -> float:
-    """Median time of the kernel with `name` in its name; what launches it may take longer than the kernel."""
-    work()
-    return statistics.median(ms for kernel, ms in kernel_events(repeated(work)) if name in kernel)
-
-
-def repeated(work: Work) -> Work:
-    def often() -> None:
-        for _ in range(10):
-            work()
-
-    return often

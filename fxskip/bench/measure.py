@@ -1,4 +1,7 @@
-"""Times and peaks of work on one GPU, and what they were measured on."""
+"""Times and peaks of work on one GPU, and what they were measured on.
+
+Without a GPU, where only a tiny run makes sense, times are the host's and peaks are not known.
+"""
 
 import hashlib
 import platform
@@ -6,41 +9,88 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fxskip.errors import first_line
+from fxskip.errors import FxskipError, first_line
 from fxskip.version import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]
 Work = Callable[[], object]
+# What stands in a report in place of a result, with the reason. A package that is not installed and a baseline that
+# needs more memory than there is are findings; anything else is a failure of the run, and of its exit status.
+UNAVAILABLE, FAILED = "unavailable", "failed"
+
+
+def reason(error: Exception) -> dict[str, str]:
+    is_expected = isinstance(error, torch.OutOfMemoryError | ImportError)
+    return {UNAVAILABLE if is_expected else FAILED: f"{type(error).__name__}: {first_line(error)[:300]}"}
+
+
+def attempted(work: Callable[[], Any]) -> Any:
+    """What `work` returns, or the reason why it returns nothing: the rest of a report is still worth having."""
+    try:
+        return work()
+    except Exception as error:
+        traceback.print_exc()
+        return reason(error)
+
+
+def failures(report: Any, place: str = "") -> Iterator[str]:
+    """Place and message of everything in a report that failed."""
+    if isinstance(report, Mapping):
+        for name, value in report.items():
+            if name == FAILED:
+                yield f"{place}: {value}"
+            else:
+                yield from failures(value, f"{place}, {name}" if place else str(name))
+    elif isinstance(report, list):
+        for number, value in enumerate(report):
+            yield from failures(value, f"{place}[{number}]")
+
+
+def require_no_failures(report: Any) -> None:
+    found = list(failures(report))
+    if found:
+        raise FxskipError(
+            "bench loss",
+            f"{len(found)} measurements failed",
+            where="\n".join(found),
+            hint="all others are in the file; repeat a part with --part",
+        )
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """`peak_gib` is the largest sum of allocations during one call, above what was allocated before it."""
+    """`peak_gib` is the largest sum of allocations during one call, above what was allocated before it; None without
+    a GPU."""
 
     samples_ms: list[float]
-    peak_gib: float
+    peak_gib: float | None
 
     @property
     def median_ms(self) -> float:
         return statistics.median(self.samples_ms)
 
 
-def measure(variants: Mapping[str, Work], *, rounds: int, warm_up: int = 2) -> dict[str, Measurement | str]:
+Measured = dict[str, Measurement | dict[str, str]]
+
+
+def measure(variants: Mapping[str, Work], *, rounds: int, warm_up: int = 2) -> Measured:
     """Each variant once a round, in an order of its own, so that a GPU that gets hot slows all of them.
 
     Before each timed call comes one that is not: the first after another variant runs at that one's clock.
 
-    A variant that runs out of memory, or is not installed, has the reason in place of a measurement.
+    A variant that cannot run has the reason in place of a measurement.
     """
-    failures: dict[str, str] = {}
-    peaks: dict[str, float] = {}
+    reasons: dict[str, dict[str, str]] = {}
+    peaks: dict[str, float | None] = {}
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for name, work in variants.items():
         try:
@@ -48,18 +98,22 @@ def measure(variants: Mapping[str, Work], *, rounds: int, warm_up: int = 2) -> d
                 work()
             peaks[name] = peak_gib(work)
         except Exception as error:  # the other variants' times are still worth having
-            failures[name] = f"{type(error).__name__}: {first_line(error)[:160]}"
+            reasons[name] = reason(error)
             torch.cuda.empty_cache()
-    order, shuffler = [name for name in variants if name not in failures], random.Random(0)
+    order, shuffler = [name for name in variants if name not in reasons], random.Random(0)
     for _ in range(rounds):
         shuffler.shuffle(order)
         for name in order:
             variants[name]()
             samples[name].append(elapsed_ms(variants[name]))
-    return {n: failures[n] if n in failures else Measurement(samples[n], peaks[n]) for n in variants}
+    return {n: reasons[n] if n in reasons else Measurement(samples[n], peaks[n]) for n in variants}
 
 
 def elapsed_ms(work: Work) -> float:
+    if not torch.cuda.is_available():
+        began = time.perf_counter()
+        work()
+        return 1000 * (time.perf_counter() - began)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
@@ -69,7 +123,10 @@ def elapsed_ms(work: Work) -> float:
     return float(start.elapsed_time(end))
 
 
-def peak_gib(work: Work) -> float:
+def peak_gib(work: Work) -> float | None:
+    if not torch.cuda.is_available():
+        work()
+        return None
     # What an earlier variant left in the cache may not fit the next one's sizes; fragments are not its peak.
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -79,13 +136,32 @@ def peak_gib(work: Work) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def kernel_events(work: Work) -> list[tuple[str, float]]:
-    """Name and milliseconds of each kernel that `work` runs, in order."""
-    return [(event.name, event.time_range.elapsed_us() / 1000) for event in profiled(work)]
+def kernel_ms(name: str, work: Work, *, repeats: int = 10) -> float:
+    """Median time of the kernel with `name` in its name; what launches it may take longer than the kernel. Without a
+    GPU the time of `work`."""
+    work()
+    if not torch.cuda.is_available():
+        return elapsed_ms(work)
+
+    def often() -> None:
+        for _ in range(repeats):
+            work()
+
+    events = profiled(often)
+    times: list[float] = [event.time_range.elapsed_us() / 1000 for event in events if name in event.name]
+    if not times:
+        raise FxskipError(
+            "bench loss",
+            f"no kernel with {name} in its name ran",
+            hint=f"these did: {', '.join({event.name[:90] for event in events})}",
+        )
+    return statistics.median(times)
 
 
 def kernel_times_ms(work: Work) -> dict[str, float]:
     """Time in each kernel of one call, the longest first, and `span`: from the first's start to the last's end."""
+    if not torch.cuda.is_available():
+        return {"span": elapsed_ms(work)}
     events = profiled(work)
     totals: dict[str, float] = {}
     for event in events:
@@ -103,8 +179,7 @@ def profiled(work: Work) -> list[Any]:
 
 
 def environment() -> dict[str, Any]:
-    device = torch.cuda.get_device_properties(0)
-    return {
+    report: dict[str, Any] = {
         "command": " ".join(["fxskip", *sys.argv[1:]]),  # sys.argv[0] says where it is installed
         "fxskip": __version__,
         "commit": git("rev-parse", "--short", "HEAD") or "not a checkout",
@@ -114,10 +189,12 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": triton_version(),
-        "gpu": device.name,
-        "gpu_gib": round(device.total_memory / 2**30, 1),
         "gpus": torch.cuda.device_count(),
     }
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(0)
+        report |= {"gpu": device.name, "gpu_gib": round(device.total_memory / 2**30, 1)}
+    return report
 
 
 def git(*arguments: str) -> str:
@@ -143,27 +220,26 @@ def triton_version() -> str:
     return str(triton.__version__)
 
 
-def as_json(measured: Mapping[str, Measurement | str]) -> dict[str, Any]:
+def as_json(measured: Measured) -> dict[str, Any]:
     return {
-        name: {"failed": result}
-        if isinstance(result, str)
-        else asdict(result) | {"median_ms": result.median_ms}
+        name: result if isinstance(result, dict) else asdict(result) | {"median_ms": result.median_ms}
         for name, result in measured.items()
     }
 
 
-def print_rows(title: str, measured: Mapping[str, Measurement | str], *, floor: str, tokens: int) -> None:
+def print_rows(title: str, measured: Measured, *, floor: str, tokens: int) -> None:
     """One line a variant: time, its ratio to the variant `floor`, tokens a second, peak."""
     print(f"\n{title}", flush=True)
     base = measured[floor]
     for name, result in measured.items():
-        if isinstance(result, str):
-            print(f"  {name:44s} {result}", flush=True)
+        if isinstance(result, dict):
+            print(f"  {name:44s} {' '.join(result.values())[:160]}", flush=True)
             continue
-        ratio = "" if isinstance(base, str) else f"x{result.median_ms / base.median_ms:6.3f}"
+        ratio = "" if isinstance(base, dict) else f"x{result.median_ms / base.median_ms:6.3f}"
         spread = max(result.samples_ms) - min(result.samples_ms)
+        peak = "" if result.peak_gib is None else f"  +{result.peak_gib:6.4f} GiB"
         print(
-            f"  {name:44s} {result.median_ms:9.2f} ms  {ratio}  {tokens / result.median_ms:8.0f} tok/ms"
-            f"  +{result.peak_gib:6.3f} GiB  (spread {spread:.2f} ms)",
+            f"  {name:44s} {result.median_ms:9.2f} ms  {ratio}  {tokens / result.median_ms:8.0f} tok/ms{peak}"
+            f"  (spread {spread:.2f} ms)",
             flush=True,
         )

@@ -32,17 +32,36 @@ def loss(
             "--ranks", min=1, help="Spread the vocabulary over this many GPUs, and sweep the tokens."
         ),
     ] = 1,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--tokens",
+            min=1,
+            help="With --ranks: this number of tokens only; can be given several times. Default: 4K to 256K.",
+        ),
+    ] = None,
+    tiny: Annotated[
+        bool,
+        typer.Option(
+            "--tiny",
+            help="Check that everything runs, at sizes whose times mean nothing. Without a GPU set TRITON_INTERPRET=1.",
+        ),
+    ] = False,
 ) -> None:
     """Time, memory and errors of the distillation loss, beside the bare matrix products and other forms.
 
     Needs a CUDA GPU of 80 GiB or more. The parts of one GPU are errors, sweep, middle, large, small, online, long.
+    What fails is in the file with its message; the rest is measured all the same, and the exit status is not 0.
 
     \b
     Examples:
       fxskip bench loss --out loss.json
       fxskip bench loss --part errors --part small --out loss.json
       fxskip bench loss --ranks 2 --out loss-two-gpus.json
+      fxskip bench loss --tiny --out check.json
     """
+    if tiny:
+        require_kernels()
     if ranks > 1:
         if part:
             raise FxskipError(
@@ -53,33 +72,53 @@ def loss(
         from fxskip.bench.loss_ranks import TOKENS, run_ranks
 
         # Nothing here may ask for the GPUs: a process that has, cannot fork others that use them.
-        run_ranks(out, ranks, TOKENS)
+        run_ranks(out, ranks, tokens or TOKENS, is_tiny=tiny)
         return
+    if tokens:
+        raise FxskipError(
+            "bench loss", "--tokens is given without --ranks", hint="the parts have their own sizes"
+        )
     import torch
 
-    if not torch.cuda.is_available():
+    if not (tiny or torch.cuda.is_available()):
         raise FxskipError("bench loss", "no CUDA GPU found", hint="run it on a machine with one")
     from fxskip.bench.loss import PARTS, run
 
     unknown = [name for name in part or [] if name not in PARTS]
     if unknown:
         raise FxskipError("bench loss", f"--part {unknown[0]}: unknown", hint=f"parts are {', '.join(PARTS)}")
-    run(out, part or list(PARTS))
+    run(out, part or list(PARTS), is_tiny=tiny)
+
+
+def require_kernels() -> None:
+    """A tiny run without a GPU has Triton's interpreter; Triton reads the switch when it is imported, with torch."""
+    import torch
+
+    from fxskip.loss.implementation import is_interpreted
+
+    # Unlike is_available, device_count leaves GPUs to processes that are forked later.
+    if torch.cuda.device_count() == 0 and not is_interpreted():
+        raise FxskipError(
+            "bench loss",
+            "no CUDA GPU found, and Triton's interpreter is off",
+            hint="set TRITON_INTERPRET=1 before --tiny",
+        )
 
 
 @bench.command("plot")
 def plot(
-    report: Annotated[
-        Path, typer.Argument(exists=True, dir_okay=False, metavar="REPORT", help="JSON of --ranks.")
+    reports: Annotated[
+        list[Path], typer.Argument(exists=True, dir_okay=False, metavar="REPORT...", help="JSON of --ranks.")
     ],
     out: Annotated[Path, typer.Option("--out", dir_okay=False, help="Image: .svg, .png or .pdf.")],
 ) -> None:
-    """Draw speed and memory by number of tokens, from a report of `fxskip bench loss --ranks`.
+    """Draw speed and memory by number of tokens, from reports of `fxskip bench loss --ranks`.
 
     \b
-    Example:
+    Examples:
       fxskip bench plot loss-two-gpus.json --out loss-two-gpus.svg
+      fxskip bench plot loss-4k-to-32k.json loss-64k-to-256k.json --out loss-two-gpus.svg
     """
     from fxskip.bench.loss_plot import plot as draw
 
-    draw(report, out)
+    draw(reports, out)

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -44,12 +43,14 @@ _TAILS: dict[str, Tail] = {}
 """All tails by their digests: a graph names what it leaves by a string, for its code is text."""
 
 
-@dataclass(frozen=True)
 class Pending:
-    """What crosses the border beside the streams: the tail, and the values that it reads."""
+    """What crosses the border beside the streams: the tail, and the values that it reads.
 
-    tail: Tail
-    values: tuple[Any, ...]
+    No dataclass, tuple or mapping: FSDP2 looks into these for tensors to cast, and a cast would read a buffer in flight.
+    """
+
+    def __init__(self, tail: Tail, values: tuple[Any, ...]) -> None:
+        self.tail, self.values = tail, values
 
     def watched(self) -> tuple[Tensor, ...]:
         """The values that gradients come back to. FSDP2 gathers a layer's weights at the first gradient that arrives
@@ -70,7 +71,7 @@ class _StandIn(torch.autograd.Function):
         return stream.new_full((1,), torch.nan).expand(stream.shape)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return (None,) * ctx.inputs
 
@@ -91,7 +92,7 @@ class _Join(torch.autograd.Function):
         return finished.view_as(finished)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         like, shape = ctx.like
         nothing = like.new_zeros((1,)).expand(shape) if ctx.needs_input_grad[0] else None

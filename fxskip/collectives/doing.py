@@ -78,13 +78,13 @@ class Doing:
 assert tuple(_BITS) == tuple(field.name for field in fields(Doing))
 
 
-def require_same_doing(mesh: DeviceMesh, mine: int, everyone: list[int]) -> None:
-    """Raise CollectiveError where a rank of `mesh` is about to do something else; it names all ranks."""
-    if all(theirs == mine for theirs in everyone):
+def require_same_doing(mesh: DeviceMesh, everyone: list[int]) -> None:
+    """Raise CollectiveError where the ranks of `mesh` are not about to do the same; it names all ranks."""
+    if len(set(everyone)) == 1:
         return
     ranks = dist.get_process_group_ranks(mesh.get_group())
     raise CollectiveError(
-        f"experts of decoder layer {Doing.decoded(mine).layer}",
+        f"experts of decoder layer {Doing.decoded(everyone[mesh.get_local_rank()]).layer}",
         "the processes do not do the same",
         where="\n".join(f"rank {r}: {Doing.decoded(n)}" for r, n in zip(ranks, everyone, strict=True)),
         hint="all processes call the model equally often, in one dtype, all with gradients or all without, and with "

@@ -86,7 +86,7 @@ def wait_counts(counts: Counts, axis: str) -> Routing:
     """
     sent, received = counts.get()
     mesh = running_axis(axis)
-    require_same_doing(mesh, sent[0][-1], [row[-1] for row in received])
+    require_same_doing(mesh, [row[-1] for row in received])
     rows = [tuple(sum(row[:-1]) for row in table) for table in (sent, received)]
     return Routing(rows[0], rows[1], counts.received[:, :-1], mesh.get_group())
 
@@ -101,7 +101,7 @@ class _Permute(torch.autograd.Function):
         return hidden.index_select(0, order // choices)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (order,) = ctx.saved_tensors
         rows = _blank(gradients[0], order, ctx.pairs).index_copy_(0, order, gradients[0])

@@ -172,7 +172,7 @@ class _Start(torch.autograd.Function):
         return buffer
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return ctx.flight.wait_reverse(gradients[0]), None, None
 
@@ -185,7 +185,7 @@ class _Wait(torch.autograd.Function):
         return result.view_as(result)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return ctx.flight.start_reverse(gradients[0]), None
 

@@ -29,12 +29,17 @@ Finish = Callable[[], Tensor]
 
 
 class RowLoss(Protocol):
-    def begin(self, product_tV: Tensor, gradient_tV: Tensor | None, rows: Rows) -> Finish:
+    def begin(
+        self, product_tV: Tensor, gradient_tV: Tensor | None, rows: Rows, spare: Tensor | None
+    ) -> Finish:
         """Starts on one chunk: `product_tV` is hidden W^T of `rows`, and may be overwritten.
 
         The function it returns gives the loss [t], with the tokens' weights in it and divided by the denominator,
         and has then written the gradient by the products into `gradient_tV` (None: none is wanted), which may be
         the memory of `product_tV`. Between the two calls other chunks are begun.
+
+        `spare` is memory [t, D] that nobody needs until the loss that was returned is added up: the chunk's
+        rows of d hidden, which are formed next.
         """
 
 
@@ -105,25 +110,33 @@ def form(problem: Problem) -> Formed:
 
 def run_steps(problem: Problem, tokens: int, formed: Formed) -> None:
     """Fills `formed`, whose `hidden` has a row for each token that counts. Its own memory is free when it returns."""
-    weight_VD = problem.weight_VD
-    reductions: list[dist.Work] = []
     buffer_sV = logits_buffer(problem, tokens)
+    reductions: list[dist.Work] = []
     for start, rows in steps(problem, tokens):
-        hidden_sD = problem.hidden_ND[rows].to(weight_VD.dtype)
-        gradient_sV = as_gradient(buffer_sV, weight_VD.dtype)[: len(hidden_sD), : len(weight_VD)]
-        for begin, end, finish in begun_chunks(problem, hidden_sD, buffer_sV, gradient_sV, rows):
-            formed.loss.add_(finish().sum(dtype=torch.float64))
-            if formed.hidden is not None:
-                d_hidden_tD = formed.hidden[start + begin : start + end]
-                multiply_into(d_hidden_tD, gradient_sV[begin:end], weight_VD)
-                if problem.group is not None:
-                    reductions.append(reduced(d_hidden_tD, problem.group))
-        if formed.weight is not None:
-            multiply_into(formed.weight, gradient_sV.T, hidden_sD, add=start > 0)
-        if formed.bias is not None:
-            formed.bias.add_(gradient_sV.sum(dim=0, dtype=formed.bias.dtype))
+        reductions += run_step(problem, formed, buffer_sV, start, rows)
     for reduction in reductions:
         reduction.wait()
+
+
+def run_step(problem: Problem, formed: Formed, buffer_sV: Tensor, start: int, rows: Rows) -> list[dist.Work]:
+    """A function of its own, so that a step's states are gone before the next one's are gathered."""
+    weight_VD = problem.weight_VD
+    reductions: list[dist.Work] = []
+    hidden_sD = problem.hidden_ND[rows].to(weight_VD.dtype)
+    gradient_sV = as_gradient(buffer_sV, weight_VD.dtype)[: len(hidden_sD), : len(weight_VD)]
+    d_hidden_sD = None if formed.hidden is None else formed.hidden[start : start + len(hidden_sD)]
+    for begin, end, finish in begun_chunks(problem, hidden_sD, buffer_sV, gradient_sV, rows, d_hidden_sD):
+        formed.loss.add_(finish().sum(dtype=torch.float64))
+        if d_hidden_sD is not None:
+            d_hidden_tD = d_hidden_sD[begin:end]
+            multiply_into(d_hidden_tD, gradient_sV[begin:end], weight_VD)
+            if problem.group is not None:
+                reductions.append(reduced(d_hidden_tD, problem.group))
+    if formed.weight is not None:
+        multiply_into(formed.weight, gradient_sV.T, hidden_sD, add=start > 0)
+    if formed.bias is not None:
+        formed.bias.add_(gradient_sV.sum(dim=0, dtype=formed.bias.dtype))
+    return reductions
 
 
 def steps(problem: Problem, tokens: int) -> Iterator[tuple[int, Rows]]:
@@ -134,7 +147,12 @@ def steps(problem: Problem, tokens: int) -> Iterator[tuple[int, Rows]]:
 
 
 def begun_chunks(
-    problem: Problem, hidden_sD: Tensor, buffer_sV: Tensor, gradient_sV: Tensor, rows: Rows
+    problem: Problem,
+    hidden_sD: Tensor,
+    buffer_sV: Tensor,
+    gradient_sV: Tensor,
+    rows: Rows,
+    d_hidden_sD: Tensor | None,
 ) -> list[tuple[int, int, Finish]]:
     """The logits of each chunk of a step, and what completes it. All are begun before the first is finished."""
     begun = []
@@ -144,7 +162,8 @@ def begun_chunks(
         multiply_into(product_tV, hidden_sD[begin:end], problem.weight_VD.T)
         gradient_tV = gradient_sV[begin:end] if problem.wanted.any() else None
         part = slice(rows.start + begin, rows.start + end) if isinstance(rows, slice) else rows[begin:end]
-        begun.append((begin, end, problem.row_loss.begin(product_tV, gradient_tV, part)))
+        spare = None if d_hidden_sD is None else d_hidden_sD[begin:end]
+        begun.append((begin, end, problem.row_loss.begin(product_tV, gradient_tV, part, spare)))
     return begun
 
 

@@ -2,6 +2,7 @@
 
 # N tokens, t tokens in one chunk, D width
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -88,7 +89,9 @@ def feature_loss_operator(
     distance = {"mse": squared_difference, "cosine": one_minus_cosine}[kind]
     wide = accumulation_dtype(hidden.dtype)
     loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    d_hidden_ND = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+    d_hidden_ND = hidden.new_empty(0)
+    if wanted[0]:
+        d_hidden_ND = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
     counted_n = None if token_weight is None else token_weight.nonzero().flatten()
     for start in range(0, len(hidden) if counted_n is None else len(counted_n), chunk_tokens):
         part = slice(start, start + chunk_tokens)
@@ -96,27 +99,34 @@ def feature_loss_operator(
         share_t = (
             hidden.new_ones(1, dtype=wide) if token_weight is None else token_weight[rows]
         ) / denominator
-        loss_t, d_hidden_tD = distance(hidden[rows].to(wide), teacher_hidden[rows].to(wide))
+        loss_t, gradient = distance(hidden[rows].to(wide), teacher_hidden[rows].to(wide))
         loss += (loss_t * share_t).sum(dtype=torch.float64)
-        d_hidden_ND[rows] = (d_hidden_tD * share_t[:, None]).to(hidden.dtype)
-    d_hidden = d_hidden_ND if wanted[0] else hidden.new_empty(0)
-    return loss.to(wide), d_hidden, hidden.new_empty(0), hidden.new_empty(0)
+        if wanted[0]:
+            d_hidden_ND[rows] = (gradient() * share_t[:, None]).to(hidden.dtype)
+    return loss.to(wide), d_hidden_ND, hidden.new_empty(0), hidden.new_empty(0)
 
 
-def squared_difference(x_tD: Tensor, y_tD: Tensor) -> tuple[Tensor, Tensor]:
+Distance = tuple[Tensor, Callable[[], Tensor]]  # [t], and what forms its gradient by x
+
+
+def squared_difference(x_tD: Tensor, y_tD: Tensor) -> Distance:
     gap_tD = x_tD - y_tD
-    return gap_tD.square().mean(dim=-1), gap_tD.mul_(2.0 / x_tD.shape[1])
+    return gap_tD.square().mean(dim=-1), lambda: gap_tD * (2.0 / x_tD.shape[1])
 
 
-def one_minus_cosine(x_tD: Tensor, y_tD: Tensor) -> tuple[Tensor, Tensor]:
+def one_minus_cosine(x_tD: Tensor, y_tD: Tensor) -> Distance:
     """The gradient of the cosine by x is (y/|y| - cosine x/|x|) / |x|."""
     x_norm_t1, y_norm_t1 = x_tD.norm(dim=-1, keepdim=True), y_tD.norm(dim=-1, keepdim=True)
     is_defined_t1 = (x_norm_t1 > 0) & (y_norm_t1 > 0)
     x_unit_tD = x_tD / x_norm_t1.where(is_defined_t1, 1.0)
     y_unit_tD = y_tD / y_norm_t1.where(is_defined_t1, 1.0)
     cosine_t1 = (x_unit_tD * y_unit_tD).sum(dim=-1, keepdim=True)
-    d_tD = (cosine_t1 * x_unit_tD - y_unit_tD) / x_norm_t1.where(is_defined_t1, 1.0)
-    return 1.0 - cosine_t1.squeeze(1), torch.where(is_defined_t1, d_tD, 0.0)
+
+    def gradient() -> Tensor:
+        d_tD = (cosine_t1 * x_unit_tD - y_unit_tD) / x_norm_t1.where(is_defined_t1, 1.0)
+        return torch.where(is_defined_t1, d_tD, 0.0)
+
+    return 1.0 - cosine_t1.squeeze(1), gradient
 
 
 register_gradient_rules(feature_loss_operator)

@@ -11,6 +11,13 @@ FORWARD = tl.constexpr(0)
 REVERSE = tl.constexpr(1)
 MIXED = tl.constexpr(2)
 
+WHOLE = tl.constexpr(0)  # everything in one launch
+SUMS = tl.constexpr(
+    1
+)  # normalisers of this rank's columns; but for MIXED also their divergences, each by its own
+PARTS = tl.constexpr(2)  # MIXED: this rank's parts of the divergences, from the normalisers of all ranks
+GRADIENT = tl.constexpr(3)  # loss and gradient, from normalisers and divergences of all ranks
+
 
 @triton.jit
 def gaps2(logq2, logp2, q, p, beta, KIND: tl.constexpr):
@@ -85,34 +92,54 @@ def pass_over_row(
 
 @triton.jit
 def compare_rows(
-    z_ptr, stride_z, y_ptr, stride_y, d_ptr, stride_d, z_bias_ptr, y_bias_ptr, share_ptr, loss_ptr, beta,
-    scale, softcap, per_temperature, V: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
+    z_ptr, stride_z, y_ptr, stride_y, d_ptr, stride_d, z_bias_ptr, y_bias_ptr, sums_ptr, share_ptr, loss_ptr, beta,
+    scale, softcap, per_temperature, V: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, STAGE: tl.constexpr,
     WITH_GRADIENT: tl.constexpr, HAS_Z_BIAS: tl.constexpr, HAS_Y_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """One program a row: z student, y teacher, d the gradient by z, the same memory as z. Loss [t] times share [t].
 
-    The gradient of forward KL needs the two normalisers only and is written in the second pass over the row; the
-    others need a divergence of the whole row first, and a third.
+    sums [t, 4] is what stages hand on, in base 2: normalisers of z and y, sum p gap_p, sum q gap_q. The gradient of
+    forward KL needs the two normalisers only and is written in the second pass over the row; the others need a
+    divergence of the whole row first, and a third.
     """
     row = tl.program_id(0).to(tl.int64)
     z_row = z_ptr + row * stride_z
     y_row = y_ptr + row * stride_y
     d_row = d_ptr + row * stride_d
-    z_sum2 = row_sum2(z_row, z_bias_ptr, scale, softcap, per_temperature, V, BLOCK, HAS_Z_BIAS, HAS_SOFTCAP)
-    y_sum2 = row_sum2(y_row, y_bias_ptr, scale, softcap, per_temperature, V, BLOCK, HAS_Y_BIAS, HAS_SOFTCAP)
-    share = tl.load(share_ptr + row)
-    WRITE_NOW: tl.constexpr = WITH_GRADIENT and KIND == FORWARD
-    p_divergence2, q_divergence2 = pass_over_row(
-        z_row, y_row, d_row, z_bias_ptr, y_bias_ptr, z_sum2, y_sum2, 0.0, beta, share,
-        scale, softcap, per_temperature, V, 2 * BLOCK, KIND, WRITE_NOW, HAS_Z_BIAS, HAS_Y_BIAS, HAS_SOFTCAP,
-    )  # fmt: skip
-    if KIND == MIXED:
-        loss2 = beta * p_divergence2 + (1.0 - beta) * q_divergence2
+    sums = sums_ptr + row * 4
+    if STAGE == WHOLE or STAGE == SUMS:  # noqa: SIM109 # Triton has no `in`
+        z_sum2 = row_sum2(
+            z_row, z_bias_ptr, scale, softcap, per_temperature, V, BLOCK, HAS_Z_BIAS, HAS_SOFTCAP
+        )
+        y_sum2 = row_sum2(
+            y_row, y_bias_ptr, scale, softcap, per_temperature, V, BLOCK, HAS_Y_BIAS, HAS_SOFTCAP
+        )
     else:
-        loss2 = p_divergence2 + q_divergence2  # one of them is 0
-    tl.store(loss_ptr + row, loss2 * LN_2 * share)
-    if WITH_GRADIENT and KIND != FORWARD:
-        pass_over_row(
-            z_row, y_row, d_row, z_bias_ptr, y_bias_ptr, z_sum2, y_sum2, q_divergence2, beta, share,
-            scale, softcap, per_temperature, V, 2 * BLOCK, KIND, True, HAS_Z_BIAS, HAS_Y_BIAS, HAS_SOFTCAP,
+        z_sum2 = tl.load(sums)
+        y_sum2 = tl.load(sums + 1)
+    share = tl.load(share_ptr + row)
+    WRITE_NOW: tl.constexpr = WITH_GRADIENT and KIND == FORWARD and STAGE == WHOLE
+    if STAGE == GRADIENT or (STAGE == SUMS and KIND == MIXED):
+        p_divergence2 = tl.load(sums + 2)
+        q_divergence2 = tl.load(sums + 3)
+    else:
+        p_divergence2, q_divergence2 = pass_over_row(
+            z_row, y_row, d_row, z_bias_ptr, y_bias_ptr, z_sum2, y_sum2, 0.0, beta, share,
+            scale, softcap, per_temperature, V, 2 * BLOCK, KIND, WRITE_NOW, HAS_Z_BIAS, HAS_Y_BIAS, HAS_SOFTCAP,
         )  # fmt: skip
+    if STAGE == SUMS or STAGE == PARTS:  # noqa: SIM109
+        tl.store(sums, z_sum2)
+        tl.store(sums + 1, y_sum2)
+        tl.store(sums + 2, p_divergence2)
+        tl.store(sums + 3, q_divergence2)
+    else:
+        if KIND == MIXED:
+            loss2 = beta * p_divergence2 + (1.0 - beta) * q_divergence2
+        else:
+            loss2 = p_divergence2 + q_divergence2  # one of them is 0
+        tl.store(loss_ptr + row, loss2 * LN_2 * share)
+        if WITH_GRADIENT and not WRITE_NOW:
+            pass_over_row(
+                z_row, y_row, d_row, z_bias_ptr, y_bias_ptr, z_sum2, y_sum2, q_divergence2, beta, share,
+                scale, softcap, per_temperature, V, 2 * BLOCK, KIND, True, HAS_Z_BIAS, HAS_Y_BIAS, HAS_SOFTCAP,
+            )  # fmt: skip

@@ -3,6 +3,7 @@
 # N tokens, D width (may differ between student and teacher), V vocabulary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fxskip.errors import FxskipError
@@ -35,8 +36,11 @@ def hidden_kl(
     teacher_bias: Tensor | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
+    vocabulary: int | None = None,
+    group: dist.ProcessGroup | None = None,
     logits_dtype: torch.dtype | None = None,
     implementation: Implementation = "auto",
+    validate: bool = True,
 ) -> Tensor:
     """Weighted sum over tokens of a divergence in nats, divided by `denominator`; float32 scalar.
 
@@ -52,8 +56,12 @@ def hidden_kl(
     denominator     default: the sum of token_weight (N without weights). Without a counted token the loss is
                     0 and so are the gradients. Over micro-batches or ranks give the global count
     scale, softcap  of both models' logits: logits = softcap * tanh(scale * (hidden W^T + bias) / softcap)
+    group, vocabulary
+                    as in `sparse_kl`: each rank holds the same rows of both heads, and all hidden states. With beta
+                    between 0 and 1 a token is exchanged twice, and the second exchange is under no product
     chunk_tokens, accumulate, logits_dtype, implementation
                     as in `sparse_kl`. Both models' logits have logits_dtype; near the teacher float32 matters
+    validate        checks weights and the group's shards by value, for which the host waits
 
     Four matrix products, no logits kept. Peak extra memory: accumulate + 1 chunks of V logits (2 bytes each for
     bfloat16 "triton", 4 and a few more blocks for "torch"), d weight in float32, d hidden. Can be differentiated
@@ -92,9 +100,12 @@ def hidden_kl(
         float(scale),
         None if softcap is None else float(softcap),
         float(temperature),
+        vocabulary,
         reduction.chunk_tokens,
         require_whole_number(WHO, "accumulate", accumulate),
         checked_logits_dtype(WHO, logits_dtype, student_hidden, chosen),
+        "" if group is None else group.group_name,
         chosen,
+        validate,
     )[0]
     return loss

@@ -52,6 +52,8 @@ def obstacle_to_triton(hidden: Tensor, scale: float) -> str | None:
 
 def is_interpreted() -> bool:
     """Triton runs its kernels in Python, one program after the other: the switch is read when they are defined."""
+    if importlib.util.find_spec("triton") is None:
+        return False
     import triton
 
     return bool(triton.knobs.runtime.interpret)

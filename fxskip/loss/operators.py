@@ -18,7 +18,7 @@ from fxskip.loss.hidden_rows import OnlineTarget, TorchPairs
 from fxskip.loss.products import accumulation_dtype, gemm_operand
 from fxskip.loss.sparse_rows import SparseTarget, TorchRows
 from fxskip.loss.teacher_rows import TeacherRows
-from fxskip.loss.vocabulary import group_of, shard_of
+from fxskip.loss.vocabulary import Shard, group_of, shard_of
 
 
 @torch.library.custom_op("fxskip::sparse_kl", mutates_args=())
@@ -53,7 +53,7 @@ def sparse_kl_operator(
             require_weights(who, token_weight)
             teacher.require_valid(who, shard.vocabulary, token_weight)
         operand_VD = operand(weight, hidden, implementation)[: shard.columns]
-        head = Head(operand_VD, None if bias is None else bias[: shard.columns], scale, softcap, temperature)
+        head = Head(operand_VD, cut(bias, shard), scale, softcap, temperature)
         share_N = share_of_tokens(hidden, token_weight, denominator)
         target = SparseTarget(head, teacher, share_N, tail, shard)
         row_loss: RowLoss = TorchRows(target)
@@ -83,23 +83,31 @@ def hidden_kl_operator(
     scale: float,
     softcap: float | None,
     temperature: float,
+    vocabulary: int | None,
     chunk_tokens: int,
     accumulate: int,
     logits_dtype: torch.dtype | None,
+    group: str,
     implementation: str,
+    validate: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with torch.autocast(hidden.device.type, enabled=False):
-        require_weights(who, token_weight)
-        operand_VD = operand(weight, hidden, implementation)
+        shard = shard_of(who, weight, vocabulary, group_of(group), hidden, validate=validate)
+        if validate:
+            require_weights(who, token_weight)
+        operand_VD = operand(weight, hidden, implementation)[: shard.columns]
         # A head that both share is cast once.
         is_cast = is_same(weight, teacher_weight) and teacher_hidden.dtype == hidden.dtype
-        teacher_VD = operand_VD if is_cast else operand(teacher_weight, teacher_hidden, implementation)
+        teacher_VD = operand_VD
+        if not is_cast:
+            teacher_VD = operand(teacher_weight, teacher_hidden, implementation)[: shard.columns]
         target = OnlineTarget(
-            Head(operand_VD, bias, scale, softcap, temperature),
-            Head(teacher_VD, teacher_bias, scale, softcap, temperature),
+            Head(operand_VD, cut(bias, shard), scale, softcap, temperature),
+            Head(teacher_VD, cut(teacher_bias, shard), scale, softcap, temperature),
             teacher_hidden,
             share_of_tokens(hidden, token_weight, denominator),
             beta,
+            shard,
         )
         row_loss: RowLoss = TorchPairs(target)
         if implementation == "triton":
@@ -109,7 +117,7 @@ def hidden_kl_operator(
         chunking = Chunking(
             chunk_tokens, accumulate, logits_dtype or default_logits(operand_VD, implementation)
         )
-        return formed(row_loss, hidden, weight, bias, operand_VD, token_weight, wanted, chunking, None)
+        return formed(row_loss, hidden, weight, bias, operand_VD, token_weight, wanted, chunking, shard.group)
 
 
 def formed(
@@ -126,6 +134,10 @@ def formed(
     counted_n = None if token_weight is None else token_weight.nonzero().flatten()
     problem = Problem(row_loss, hidden, operand_VD, counted_n, Wanted(*wanted), chunking, group)
     return as_results(form(problem), hidden, weight, bias)
+
+
+def cut(bias: Tensor | None, shard: Shard) -> Tensor | None:
+    return None if bias is None else bias[: shard.columns]
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
@@ -147,9 +159,9 @@ def default_logits(operand_VD: Tensor, implementation: str) -> torch.dtype:
 
 def share_of_tokens(hidden: Tensor, token_weight: Tensor | None, denominator: Tensor) -> Tensor:
     """[N]: what a token's loss is multiplied by. In it before gradients are rounded to the dtype of the GEMMs."""
-    wide = accumulation_dtype(hidden.dtype)
-    weight_N = hidden.new_ones(len(hidden), dtype=wide) if token_weight is None else token_weight
-    return (weight_N / denominator).to(wide)
+    if token_weight is None:
+        return denominator.reciprocal().expand(len(hidden))
+    return token_weight / denominator
 
 
 register_gradient_rules(sparse_kl_operator)

@@ -15,6 +15,14 @@ LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.0e38)
 
 
+MINIMAL_BLOCK = 128
+
+
+def block_for(columns: int, block: int) -> int:
+    """Columns of one load, of which four make a step: at most `block`, and no step is much longer than the row."""
+    return min(block, max(MINIMAL_BLOCK, int(triton.next_power_of_2(columns)) // 4))
+
+
 @triton.jit
 def tempered2(raw, bias, scale, softcap, per_temperature, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """What enters the softmax, times log2(e), from a product of the head."""

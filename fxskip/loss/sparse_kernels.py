@@ -61,12 +61,16 @@ def coefficients(rest2, support2, cross, mass, TAIL: tl.constexpr):
 @triton.jit
 def take_support(
     z_ptr, stride_z, bias_ptr, ids_ptr, logp_ptr, counts_ptr, taken2_ptr, merged_ptr, sums_ptr,
-    first_column, scale, softcap, per_temperature,
-    V: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_J: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_COUNTS: tl.constexpr,
+    first_column, K, scale, softcap, per_temperature,
+    V: tl.constexpr, CAPACITY: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_J: tl.constexpr,
+    COMPARE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_COUNTS: tl.constexpr,
 ):  # fmt: skip
     """One program a row. Writes taken2 [t, K], merged [t, K] (-1 where there is nothing to do) and sums [t, 3]:
-    log2 of the support's sum, sum p (log p - logit) over this rank's columns, and sum p over all."""
+    log2 of the support's sum, sum p (log p - logit) over this rank's columns, and sum p over all.
+
+    CAPACITY is K rounded up, so that few values of K need a compilation of their own. Without COMPARE no id comes
+    twice in a row, but for -1, which is nothing; with it every entry is compared with every other, K * K of them.
+    """
     row = tl.program_id(0).to(tl.int64)
     z_row = z_ptr + row * stride_z
     count = K
@@ -76,7 +80,7 @@ def take_support(
     cross = 0.0
     top2 = LOWEST
     total = 0.0
-    for start in range(0, K, BLOCK_K):
+    for start in range(0, CAPACITY, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         given = (k < count) & (k < K)
         ids = tl.load(ids_ptr + row * K + k, mask=given, other=-1)
@@ -84,21 +88,25 @@ def take_support(
         mass += tl.sum(p, 0)
         column = ids - first_column
         here = given & (column >= 0) & (column < V)
-        # Equal ids are one token: the first stands for all, with the sum of their probabilities. Compared in narrow
-        # blocks, for registers; the loads of a row are as few as possible, for latency.
-        merged = tl.zeros([BLOCK_K], tl.float32)
-        earlier = tl.zeros([BLOCK_K], tl.int32)
-        for other_start in range(0, K, BLOCK_J):
-            j = other_start + tl.arange(0, BLOCK_J)
-            other_given = (j < count) & (j < K)
-            others = tl.load(ids_ptr + row * K + j, mask=other_given, other=-1)
-            other_p = tl.exp(
-                tl.load(logp_ptr + row * K + j, mask=other_given, other=-float("inf")).to(tl.float32)
-            )
-            same = ids[:, None].to(tl.int32) == others[None, :].to(tl.int32)
-            merged += tl.sum(tl.where(same, other_p[None, :], 0.0), 1)
-            earlier += tl.sum((same & (j[None, :] < k[:, None])).to(tl.int32), 1)
-        first = here & (earlier == 0)
+        if COMPARE:
+            # Equal ids are one token: the first stands for all, with the sum of their probabilities. Compared in
+            # narrow blocks, for registers; the loads of a row are as few as possible, for latency.
+            merged = tl.zeros([BLOCK_K], tl.float32)
+            earlier = tl.zeros([BLOCK_K], tl.int32)
+            for other_start in range(0, CAPACITY, BLOCK_J):
+                j = other_start + tl.arange(0, BLOCK_J)
+                other_given = (j < count) & (j < K)
+                others = tl.load(ids_ptr + row * K + j, mask=other_given, other=-1)
+                other_p = tl.exp(
+                    tl.load(logp_ptr + row * K + j, mask=other_given, other=-float("inf")).to(tl.float32)
+                )
+                same = ids[:, None].to(tl.int32) == others[None, :].to(tl.int32)
+                merged += tl.sum(tl.where(same, other_p[None, :], 0.0), 1)
+                earlier += tl.sum((same & (j[None, :] < k[:, None])).to(tl.int32), 1)
+            first = here & (earlier == 0)
+        else:
+            merged = p
+            first = here
         raw = tl.load(z_row + column, mask=first, other=0.0).to(tl.float32)
         bias = 0.0
         if HAS_BIAS:
@@ -116,7 +124,7 @@ def take_support(
     tl.store(sums_ptr + row * 3 + 1, cross)
     tl.store(sums_ptr + row * 3 + 2, mass)
     tl.debug_barrier()  # every thread has read the logits before one overwrites them
-    for start in range(0, K, BLOCK_K):
+    for start in range(0, CAPACITY, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         column = tl.load(ids_ptr + row * K + k, mask=(k < count) & (k < K), other=-1) - first_column
         nothing = tl.full([BLOCK_K], -float("inf"), tl.float32).to(z_ptr.dtype.element_ty)
@@ -144,8 +152,8 @@ def write_block(
 @triton.jit
 def reduce_rows(
     z_ptr, stride_z, d_ptr, stride_d, bias_ptr, ids_ptr, taken2_ptr, merged_ptr, sums_ptr, rest2_ptr, share_ptr,
-    loss_ptr, first_column, scale, softcap, per_temperature,
-    V: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+    loss_ptr, first_column, K, scale, softcap, per_temperature,
+    V: tl.constexpr, CAPACITY: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
     STAGE: tl.constexpr, WITH_GRADIENT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """One program a row. d is the same memory as z, seen in the dtype of the gradient.
@@ -185,7 +193,7 @@ def reduce_rows(
                     per_temperature, V, STEP, True, HAS_BIAS, HAS_SOFTCAP,
                 )  # fmt: skip
             tl.debug_barrier()  # the row is written before its support is written over it
-            for k_start in range(0, K, BLOCK_K):
+            for k_start in range(0, CAPACITY, BLOCK_K):
                 k = k_start + tl.arange(0, BLOCK_K)
                 merged = tl.load(merged_ptr + row * K + k, mask=k < K, other=-1.0)
                 x2 = tl.load(taken2_ptr + row * K + k, mask=merged >= 0.0, other=-float("inf"))

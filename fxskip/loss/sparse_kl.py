@@ -53,7 +53,8 @@ def sparse_kl(
     weight          [V, D] of its head, cast to the dtype of `hidden`; its gradient is summed in float32 and, for a
                     float32 weight, never rounded to less. A frozen head costs no memory and no product
     ids, logp       [N, K], int64 or int32, and a float dtype: tokens and their natural log-probabilities by the
-                    teacher, over its whole vocabulary, at this temperature. Equal ids in a row add up
+                    teacher, over its whole vocabulary, at this temperature. Equal ids in a row add up. K may be V:
+                    above 1024 entries the kernels have each chunk's rows sorted first, in about 50 bytes an entry
     counts          [N], whole numbers: only the first counts[n] entries of row n are given. Default: all K
     bias, scale, softcap, temperature
                     logits = softcap * tanh(scale * (hidden W^T + bias) / softcap) / temperature, in this order.
@@ -80,9 +81,9 @@ def sparse_kl(
                     Without it wrong values give wrong results, and the shards of `group` must be of equal size
 
     Peak extra memory: accumulate * chunk_tokens rows of V logits (2 bytes each for bfloat16 "triton", 4 and a few
-    more blocks for "torch"), d weight in float32, d hidden. The gradients are formed in this call: its backward
-    only multiplies them, its forward under activation checkpointing does all the work twice, and a gradient of the
-    gradient is refused. FxskipError names a bad argument.
+    more blocks for "torch"), d weight in float32, d hidden; docs/loss.md has it to the byte. The gradients are formed
+    in this call: its backward only multiplies them, its forward under activation checkpointing does all the work twice,
+    and a gradient of the gradient is refused. FxskipError names a bad argument.
     """
     checked_hidden(WHO, "hidden", hidden)
     require_head(WHO, "", hidden, weight, bias, scale=scale, softcap=softcap, temperature=temperature)

@@ -27,11 +27,11 @@ class SparseTarget:
 
 @dataclass(frozen=True)
 class Support:
-    """The entries of a chunk that lie on this rank, equal ids merged into their first: all [t, K]."""
+    """The entries of a chunk, equal ids merged into their first: all [t, K]."""
 
     columns: Tensor  # 0 where there is nothing
-    is_first: Tensor
-    p: Tensor  # of the first: the sum over equal ids
+    is_first: Tensor  # of equal ids, and on this rank
+    p: Tensor  # the sum over equal ids; 0 for all but their first. Of other ranks' tokens too
 
 
 class TorchRows:
@@ -40,16 +40,17 @@ class TorchRows:
     def __init__(self, target: SparseTarget) -> None:
         self.target = target
 
-    def begin(self, product_tV: Tensor, gradient_tV: Tensor | None, rows: Rows) -> Finish:
+    def begin(
+        self, product_tV: Tensor, gradient_tV: Tensor | None, rows: Rows, spare: Tensor | None
+    ) -> Finish:
         target = self.target
         scaled_tV = target.head.scaled(product_tV)
         slope_tV = target.head.slope(scaled_tV) if gradient_tV is not None else 1.0
         logits_tV = target.head.tempered(scaled_tV)
         teacher = target.teacher.of(rows)
-        p_tK = torch.where(teacher.given(), teacher.logp.to(logits_tV.dtype), -torch.inf).exp()
-        support = merged(teacher, p_tK, target.shard, logits_tV.shape[1])
+        support = support_of(teacher, target.shard, logits_tV.shape[1], logits_tV.dtype)
         taken_tK = take_out(logits_tV, support)
-        sums = sums_of(logits_tV, taken_tK, support, mass_t=p_tK.sum(dim=-1))
+        sums = sums_of(logits_tV, taken_tK, support, mass_t=support.p.sum(dim=-1))
         exchange = None if target.shard.group is None else target.shard.gathered(torch.stack(sums[:3]))
 
         def finish() -> Tensor:
@@ -60,7 +61,7 @@ class TorchRows:
                 over_ranks = combined(every, sums.mass)
             row = coefficients(target.tail, over_ranks)
             share_t = target.share_N[rows].to(logits_tV.dtype)
-            if gradient_tV is not None:
+            if gradient_tV is not None and gradient_tV.shape[1] > 0:
                 d_rest_tV = logits_tV.sub_(row.rest_reference[:, None]).exp_().mul_(row.rest_factor[:, None])
                 d_taken_tK = row.support_factor[:, None] * (taken_tK - row.support_reference[:, None]).exp()
                 d_taken_tK -= row.p_factor[:, None] * support.p
@@ -77,16 +78,11 @@ class TorchRows:
         return lambda: loss_t
 
 
-def merged(teacher: TeacherRows, p_tK: Tensor, shard: Shard, columns: int) -> Support:
-    # Sorting brings equal ids together: each run's first takes the sum of the run.
-    ids_tK, order_tK = torch.where(teacher.given(), teacher.ids, -1).sort(dim=-1, stable=True)
-    starts_tK = torch.ones_like(ids_tK, dtype=torch.bool)
-    starts_tK[:, 1:] = ids_tK[:, 1:] != ids_tK[:, :-1]
-    run_tK = starts_tK.cumsum(dim=-1) - 1
-    sums_tK = torch.zeros_like(p_tK).scatter_add_(1, run_tK, p_tK.gather(1, order_tK))
+def support_of(teacher: TeacherRows, shard: Shard, columns: int, dtype: torch.dtype) -> Support:
+    ids_tK, p_tK = teacher.merged(dtype)
     column_tK = ids_tK.long() - shard.first
-    is_first_tK = starts_tK & (ids_tK >= 0) & (column_tK >= 0) & (column_tK < columns)
-    return Support(column_tK.where(is_first_tK, 0), is_first_tK, sums_tK.gather(1, run_tK))
+    is_first_tK = (ids_tK >= 0) & (column_tK >= 0) & (column_tK < columns)
+    return Support(column_tK.where(is_first_tK, 0), is_first_tK, p_tK)
 
 
 def take_out(logits_tV: Tensor, support: Support) -> Tensor:

@@ -12,13 +12,18 @@ from torch import Tensor
 
 from fxskip.loss import sparse_kernels as kernels
 from fxskip.loss.engine import Finish, Rows
+from fxskip.loss.row_kernels import block_for
+from fxskip.loss.spare import Spare
 from fxskip.loss.sparse_rows import SparseTarget, combined
 from fxskip.loss.tails import TAILS
+from fxskip.loss.teacher_rows import TeacherRows
 
 LN_2 = math.log(2)
 KERNEL_TAILS = dict(
     zip(TAILS, (kernels.TRUNCATED, kernels.GHOST, kernels.RENORMALISED, kernels.SUBSET), strict=True)
 )
+# To this many entries a row the kernel finds equal ids by comparing each with all; more are sorted first, by PyTorch.
+COMPARED_ENTRIES = 1024
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Chunk:
 
     product_tV: Tensor
     gradient_tV: Tensor | None
-    ids_tK: Tensor
+    teacher: TeacherRows
     taken2_tK: Tensor
     merged_tK: Tensor
     sums_t3: Tensor
@@ -57,11 +62,13 @@ class TritonRows:
         self.bias_V = head.weight_VD if head.bias_V is None else head.bias_V.contiguous()
         self.numbers = (head.scale, head.softcap or 1.0, 1.0 / head.temperature)
         self.flags = {"HAS_BIAS": head.bias_V is not None, "HAS_SOFTCAP": head.softcap is not None}
-        width = target.teacher.ids.shape[1]
-        self.sizes = {"K": width, "BLOCK_K": min(128, max(16, triton.next_power_of_2(width)))}
+        self.width = target.teacher.ids.shape[1]
+        self.sizes = {"CAPACITY": capacity_of(self.width), "BLOCK_K": min(128, power_of_two(self.width))}
 
-    def begin(self, product_tV: Tensor, gradient_tV: Tensor | None, rows: Rows) -> Finish:
-        chunk = self.take_support(product_tV, gradient_tV, rows)
+    def begin(
+        self, product_tV: Tensor, gradient_tV: Tensor | None, rows: Rows, spare: Tensor | None
+    ) -> Finish:
+        chunk = self.take_support(product_tV, gradient_tV, rows, Spare(spare, product_tV.device))
         if self.target.shard.group is None:
             self.launch(chunk, kernels.WHOLE)
             loss_t = chunk.loss_t
@@ -81,27 +88,30 @@ class TritonRows:
 
         return finish
 
-    def take_support(self, product_tV: Tensor, gradient_tV: Tensor | None, rows: Rows) -> Chunk:
+    def take_support(self, product_tV: Tensor, gradient_tV: Tensor | None, rows: Rows, spare: Spare) -> Chunk:
         teacher = self.target.teacher.of(rows)
+        is_compared = self.width <= COMPARED_ENTRIES
+        if not is_compared:
+            ids_tK, p_tK = teacher.merged(torch.float32)
+            teacher = TeacherRows(ids_tK, p_tK.log_(), None)
         tokens, columns = product_tV.shape
-        like = product_tV.new_empty(0, dtype=torch.float32)
         chunk = Chunk(
             product_tV,
             gradient_tV,
-            teacher.ids,
-            like.new_empty(teacher.ids.shape),
-            like.new_empty(teacher.ids.shape),
-            like.new_empty(tokens, 3),
-            like.new_empty(tokens),
-            self.target.share_N[rows].contiguous(),
-            like.new_empty(tokens),
+            teacher,
+            spare.take((tokens, self.width), torch.float32),
+            spare.take((tokens, self.width), torch.float32),
+            spare.take((tokens, 3), torch.float32),
+            spare.take((tokens,), torch.float32),
+            spare.take((tokens,), torch.float32).copy_(self.target.share_N[rows]),
+            spare.take((tokens,), torch.float32),
         )
         counts = teacher.ids if teacher.counts is None else teacher.counts  # unread without counts
         launch(kernels.take_support, tokens)(
             product_tV, product_tV.stride(0), self.bias_V, teacher.ids, teacher.logp, counts,
-            chunk.taken2_tK, chunk.merged_tK, chunk.sums_t3, self.target.shard.first, *self.numbers,
-            V=columns, BLOCK_J=self.tuning.support_block, HAS_COUNTS=teacher.counts is not None,
-            num_warps=self.tuning.support_warps, **self.sizes, **self.flags,
+            chunk.taken2_tK, chunk.merged_tK, chunk.sums_t3, self.target.shard.first, self.width, *self.numbers,
+            V=columns, BLOCK_J=self.tuning.support_block, COMPARE=is_compared,
+            HAS_COUNTS=teacher.counts is not None, num_warps=self.tuning.support_warps, **self.sizes, **self.flags,
         )  # fmt: skip
         return chunk
 
@@ -110,11 +120,22 @@ class TritonRows:
         gradient_tV = chunk.product_tV if chunk.gradient_tV is None else chunk.gradient_tV
         launch(kernels.reduce_rows, tokens)(
             chunk.product_tV, chunk.product_tV.stride(0), gradient_tV, gradient_tV.stride(0), self.bias_V,
-            chunk.ids_tK, chunk.taken2_tK, chunk.merged_tK, chunk.sums_t3, chunk.rest2_t, chunk.share_t,
-            chunk.loss_t, self.target.shard.first, *self.numbers,
-            V=columns, BLOCK=self.tuning.block, TAIL=KERNEL_TAILS[self.target.tail].value, STAGE=stage.value,
-            WITH_GRADIENT=chunk.gradient_tV is not None, num_warps=self.tuning.warps, **self.sizes, **self.flags,
+            chunk.teacher.ids, chunk.taken2_tK, chunk.merged_tK, chunk.sums_t3, chunk.rest2_t, chunk.share_t,
+            chunk.loss_t, self.target.shard.first, self.width, *self.numbers,
+            V=columns, BLOCK=block_for(columns, self.tuning.block),
+            TAIL=KERNEL_TAILS[self.target.tail].value, STAGE=stage.value, WITH_GRADIENT=chunk.gradient_tV is not None,
+            num_warps=self.tuning.warps, **self.sizes, **self.flags,
         )  # fmt: skip
+
+
+def capacity_of(entries: int) -> int:
+    """`entries` rounded up: to a multiple of 16 to 128, then to a power of two. Each capacity is compiled once."""
+    return -(-entries // 16) * 16 if entries <= 128 else power_of_two(entries)
+
+
+def power_of_two(size: int) -> int:
+    """The next power of two, 16 or more."""
+    return max(16, int(triton.next_power_of_2(size)))
 
 
 def launch(kernel: Any, programs: int) -> Any:

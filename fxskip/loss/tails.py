@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 
 from fxskip.errors import FxskipError
+from fxskip.loss.arguments import checked_denominator, checked_token_weight, require_weights
+from fxskip.loss.teacher_rows import TeacherRows, require_logp
 
 Tail = Literal["truncated", "ghost", "renormalised", "subset"]
-TAILS: tuple[str, ...] = get_args(Tail)
+TAILS: tuple[Tail, ...] = get_args(Tail)
 
 
 class Sums(NamedTuple):
@@ -87,7 +89,7 @@ def ghost(sums: Sums, everything: Tensor) -> Coefficients:
 def checked_tail(who: str, tail: object) -> str:
     if tail not in TAILS:
         raise FxskipError(who, f"tail is {tail!r}", hint=f"tail is one of {', '.join(TAILS)}")
-    return str(tail)
+    return tail
 
 
 def truncated_minimum(
@@ -96,18 +98,25 @@ def truncated_minimum(
     counts: Tensor | None = None,
     token_weight: Tensor | None = None,
     denominator: float | Tensor | None = None,
+    validate: bool = True,
 ) -> Tensor:
     """The smallest value that `sparse_kl(..., tail="truncated")` can have: the weighted mean of M log M.
 
-    sparse_kl minus this is 0 or more, and is what to report as a metric. The arguments are those of `sparse_kl`.
+    A float32 scalar. sparse_kl minus this is 0 or more, and is what to report as a metric. Arguments are as in
+    `sparse_kl`.
     """
-    logp_NK = logp.double()
-    if counts is not None:
-        given = torch.arange(logp.shape[1], device=logp.device) < counts[:, None]
-        logp_NK = logp_NK.masked_fill(~given, -torch.inf)
-    mass_N = logp_NK.exp().sum(dim=-1)
+    who = "truncated_minimum"
+    require_logp(who, logp, counts, None)
+    weight_N = checked_token_weight(who, logp, token_weight)
+    total = checked_denominator(who, logp, weight_N, denominator)
+    # M does not depend on which tokens they are.
+    teacher = TeacherRows(torch.zeros_like(logp, dtype=torch.int64), logp, counts)
+    if validate:
+        require_weights(who, weight_N)
+        teacher.require_valid(who, 1, weight_N)
+    mass_N = teacher.p(torch.float64).sum(dim=-1)
     lowest_N = torch.xlogy(mass_N, mass_N)
-    weight_N = torch.ones_like(lowest_N) if token_weight is None else token_weight.double()
-    total = weight_N.sum().clamp_min(torch.finfo(torch.float32).tiny) if denominator is None else denominator
-    # where, not a product: a row of weight 0 may hold anything.
-    return (torch.where(weight_N > 0, lowest_N * weight_N, 0.0).sum() / total).float()
+    if weight_N is not None:
+        # where, not a product: a row of weight 0 may hold anything.
+        lowest_N = torch.where(weight_N > 0, lowest_N * weight_N, 0.0)
+    return (lowest_N.sum() / total).float()

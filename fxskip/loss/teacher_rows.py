@@ -13,6 +13,7 @@ from fxskip.loss.arguments import require_same_device
 
 # How far a row's probabilities may add up to more than 1: log-probabilities stored in bfloat16 are off by a thousandth.
 MASS_TOLERANCE = 1e-2
+WHOLE_NUMBERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,21 @@ class TeacherRows:
         if self.counts is None:
             return torch.ones_like(self.ids, dtype=torch.bool)
         return torch.arange(self.ids.shape[1], device=self.ids.device) < self.counts[:, None]
+
+    def p(self, dtype: torch.dtype) -> Tensor:
+        """[n, K]: probabilities, 0 where nothing is given."""
+        return torch.where(self.given(), self.logp.to(dtype), -torch.inf).exp()
+
+    def merged(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """ids and p [n, K], sorted by id: of equal ids the first has the sum of their p. Elsewhere -1 and 0."""
+        ids_nK, order_nK = torch.where(self.given(), self.ids, -1).sort(dim=-1, stable=True)
+        starts_nK = torch.ones_like(ids_nK, dtype=torch.bool)
+        starts_nK[:, 1:] = ids_nK[:, 1:] != ids_nK[:, :-1]
+        run_nK = starts_nK.cumsum(dim=-1) - 1
+        p_nK = self.p(dtype).gather(1, order_nK)
+        sums_nK = torch.zeros_like(p_nK).scatter_add_(1, run_nK, p_nK).gather(1, run_nK)
+        is_first_nK = starts_nK & (ids_nK >= 0)
+        return ids_nK.where(is_first_nK, -1), sums_nK.where(is_first_nK, 0.0)
 
     def require_valid(self, who: str, vocabulary: int, weight_N: Tensor | None) -> None:
         """Raises at the first wrong value of a row that counts. Waits for the device, once."""
@@ -81,32 +97,41 @@ class TeacherRows:
 
 def checked_teacher(who: str, hidden: Tensor, ids: Any, logp: Any, counts: Any) -> TeacherRows:
     """Types, shapes and devices; the values are `require_valid`'s."""
-    tokens = hidden.shape[0]
-    for name, value in (("ids", ids), ("logp", logp)):
-        if not isinstance(value, Tensor):
-            raise FxskipError(who, f"{name} is a {type(value).__name__}", hint=f"{name} is a [N, K] tensor")
-        if value.dim() != 2 or value.shape[0] != tokens or value.shape[1] == 0:
-            raise FxskipError(
-                who, f"{name} has shape {list(value.shape)}", hint=f"{name} is [{tokens}, K], K at least 1"
-            )
+    require_entries(who, "ids", ids, len(hidden))
+    require_logp(who, logp, counts, len(hidden))
     if ids.dtype not in (torch.int64, torch.int32):
         raise FxskipError(who, f"ids is {ids.dtype}", hint="ids are int64 or int32")
-    if not logp.is_floating_point():
-        raise FxskipError(who, f"logp is {logp.dtype}", hint="logp is a float tensor of natural logarithms")
     if ids.shape != logp.shape:
         raise FxskipError(
             who, f"ids is {list(ids.shape)}, logp {list(logp.shape)}", hint="one logp for each id"
         )
-    if logp.requires_grad:
-        raise FxskipError(who, "logp requires a gradient", hint="the teacher is a constant: logp.detach()")
-    if counts is not None:
-        wrong_kind = not isinstance(counts, Tensor) or counts.is_floating_point() or counts.is_complex()
-        if wrong_kind or list(counts.shape) != [tokens] or counts.dtype == torch.bool:
-            found = (
-                f"{counts.dtype} {list(counts.shape)}"
-                if isinstance(counts, Tensor)
-                else type(counts).__name__
-            )
-            raise FxskipError(who, f"counts is {found}", hint=f"counts is [{tokens}], whole numbers, or None")
     require_same_device(who, hidden=hidden, ids=ids, logp=logp, counts=counts)
     return TeacherRows(ids, logp, counts)
+
+
+def require_entries(who: str, name: str, value: Any, tokens: int | None) -> None:
+    """`tokens` is the N of [N, K], None for any."""
+    if not isinstance(value, Tensor):
+        raise FxskipError(who, f"{name} is a {type(value).__name__}", hint=f"{name} is a [N, K] tensor")
+    if value.dim() != 2 or (tokens is not None and value.shape[0] != tokens) or value.shape[1] == 0:
+        expected = f"[{'N' if tokens is None else tokens}, K]"
+        raise FxskipError(
+            who, f"{name} has shape {list(value.shape)}", hint=f"{name} is {expected}, K at least 1"
+        )
+
+
+def require_logp(who: str, logp: Any, counts: Any, tokens: int | None) -> None:
+    require_entries(who, "logp", logp, tokens)
+    if not logp.is_floating_point():
+        raise FxskipError(who, f"logp is {logp.dtype}", hint="logp is a float tensor of natural logarithms")
+    if logp.requires_grad:
+        raise FxskipError(who, "logp requires a gradient", hint="the teacher is a constant: logp.detach()")
+    if counts is None:
+        return
+    is_whole = isinstance(counts, Tensor) and counts.dtype in WHOLE_NUMBERS
+    if not is_whole or list(counts.shape) != [len(logp)]:
+        found = (
+            f"{counts.dtype} {list(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
+        )
+        raise FxskipError(who, f"counts is {found}", hint=f"counts is [{len(logp)}], whole numbers, or None")
+    require_same_device(who, logp=logp, counts=counts)

@@ -57,7 +57,7 @@ def defer(graph: fx.Graph) -> fx.Graph:
     start.target = in_flight.start_of_next
     for marker in unfinished.values():
         with new.inserting_before(marker):
-            nothing = new.call_function(stand_in, (stream_inputs(new)[0], *reads))
+            nothing = new.call_function(stand_in, (stream_inputs(new)[0], *map(_not_in_flight, reads)))
         nothing.meta["example_value"] = torch.empty_like(value(marker))
         marker.replace_input_with(marker.all_input_nodes[0], nothing)
     with new.inserting_before(next(n for n in new.nodes if n.op == "output")):
@@ -85,6 +85,11 @@ def _cone(graph: fx.Graph, wait: fx.Node) -> tuple[dict[int, fx.Node], list[fx.N
     unfinished = {index: marker for index, marker in stream_outputs(graph).items() if marker in cone}
     inside = [n for n in graph.nodes if n in cone and n not in unfinished.values() and n.op != "output"]
     return unfinished, inside
+
+
+def _not_in_flight(node: fx.Node) -> Any:
+    """The node, or what a buffer in flight is started from: nobody may read the buffer, and both have gradients."""
+    return node.args[0] if is_start(node) else node
 
 
 def _from(node: fx.Node) -> list[fx.Node]:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from fxskip.collectives.expert_parallel import start_counts
 from fxskip.ir import is_leaf, mutated_base, op_name, storage, writers
+from fxskip.passes.split_collectives import is_start, is_wait
 
 _OPENS = ("_enter_autocast", "_enter_inference_mode")
 _CLOSES = ("_exit_autocast", "_exit_inference_mode")
@@ -47,6 +49,7 @@ def units(graph: fx.Graph) -> list[Unit]:
     of = {node: unit for unit in found for node in unit.nodes}
     memory = _MemoryOrder(graph)
     last_draw: Unit | None = None
+    last: dict[str, Unit] = {}
     for unit in found:
         for node in unit.nodes:
             needs = {*node.all_input_nodes, *memory.before(node)}
@@ -54,8 +57,21 @@ def units(graph: fx.Graph) -> list[Unit]:
             if draws_random_numbers(node):
                 unit.before |= {last_draw} if last_draw else set()
                 last_draw = unit
+            if kind := _kind_of_collective(node):
+                unit.before |= {last[kind]} if kind in last else set()
+                last[kind] = unit
         unit.before.discard(unit)
     return found
+
+
+def _kind_of_collective(node: fx.Node) -> str:
+    """Which sequence the node belongs to that all ranks must go through alike, whatever each has measured or captured.
+
+    Starts are issued in their order, forward, and waits in the reverse order of theirs, backward.
+    """
+    if is_start(node) or node.target is start_counts:
+        return "start"
+    return "wait" if is_wait(node) else ""
 
 
 def draws_random_numbers(node: fx.Node) -> bool:

@@ -33,7 +33,7 @@ from fxskip.ir import (
     value,
     writers,
 )
-from fxskip.linear import CASTS, PRODUCTS, VIEWS, linear_operand
+from fxskip.linear import CASTS, PRODUCTS, linear_operand
 from fxskip.passes.partial_values import enter, marked, partial, reduce
 
 
@@ -61,6 +61,8 @@ def merge_collectives(graph: fx.Graph) -> fx.Graph:
     Changes  the merged sums and the additions that they are terms of; where a value enters
     Leaves   `graph` itself; every value, up to rounding
     """
+    if not any(merge.is_merged for merge in merges(graph)):
+        return copy_graph(graph)
     new = _with_sums_moved(graph)
     _Sums(new).merge()
     for nodes in _entering_together(new).values():
@@ -94,9 +96,7 @@ def _with_sums_moved(graph: fx.Graph) -> fx.Graph:
     _view_each_term(trial)
     for node in [n for n in trial.nodes if n.target is reduce]:
         _move_down(trial, node, through_gates=True)
-    paying = {
-        n.args[0].name for group in _Sums(trial).groups() if len(group) > 1 for n in map(_origin, group)
-    }
+    paying = {n.name for group in _Sums(trial).groups() if len(group) > 1 for n in map(_origin, group)}
     new = copy_graph(graph)
     _view_each_term(new)
     for node in [n for n in new.nodes if n.target is reduce]:
@@ -234,15 +234,16 @@ def _one_type(node: fx.Node) -> bool:
 
 
 def _view_each_term(graph: fx.Graph) -> None:
-    """Turn the view of an addition with a sum over ranks into an addition of views, which is open to merging.
+    """Turn a view or scale of an addition with a sum over ranks into an addition of these, which is open to merging.
 
     What is viewed alike for several streams is viewed once. A size is read off a term, not off the addition.
     """
     with_sum: set[fx.Node] = set()
     for node in list(graph.nodes):
-        added = _viewed(node) if op_name(node) in VIEWS else None
+        added = _viewed(node)
         if added in with_sum and is_add(added):  # type: ignore[arg-type]
-            node = _add_views(graph, node, added)  # type: ignore[arg-type]
+            _add_views(graph, node, added, with_sum)  # type: ignore[arg-type]
+            continue
         is_term = node.target is reduce or is_add(node) or _viewed(node) is not None
         if node.target is reduce or (is_term and any(a in with_sum for a in node.all_input_nodes)):
             with_sum.add(node)
@@ -250,7 +251,7 @@ def _view_each_term(graph: fx.Graph) -> None:
             node.replace_input_with(summed[0], _term_of_shape(summed[0]))
     views: dict[object, fx.Node] = {}
     for node in list(graph.nodes):
-        if op_name(node) in VIEWS and _viewed(node) is not None:
+        if _viewed(node) is not None:
             same = views.setdefault((node.target, str(node.args), str(node.kwargs)), node)
             if same is not node:
                 node.replace_all_uses_with(same)
@@ -274,7 +275,8 @@ def _term_of_shape(node: fx.Node) -> fx.Node:
     return _term_of_shape(min(alike, key=lambda a: a.target is reduce))
 
 
-def _add_views(graph: fx.Graph, view: fx.Node, added: fx.Node) -> fx.Node:
+def _add_views(graph: fx.Graph, view: fx.Node, added: fx.Node, with_sum: set[fx.Node]) -> None:
+    """Put the addition of the views of what is added in the place of the view of an addition."""
     views = []
     with graph.inserting_before(view):
         for term in added.args:
@@ -282,11 +284,16 @@ def _add_views(graph: fx.Graph, view: fx.Node, added: fx.Node) -> fx.Node:
             views[-1].replace_input_with(added, term)  # type: ignore[arg-type]
         new = graph.call_function(operator.add, tuple(views))
     new.meta.update(view.meta)
+    with_sum.add(new)
     view.replace_all_uses_with(new)
     graph.erase_node(view)
+    for one, term in zip(views, added.args, strict=True):
+        if term in with_sum:
+            with_sum.add(one)
+            if is_add(term):  # type: ignore[arg-type]
+                _add_views(graph, one, term, with_sum)  # type: ignore[arg-type]
     if not added.users:
         graph.erase_node(added)
-    return new
 
 
 def _move_down(graph: fx.Graph, node: fx.Node, *, through_gates: bool) -> None:

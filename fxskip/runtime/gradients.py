@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from fxskip.capture.wrappers import inner_model
 from fxskip.errors import PassError
 from fxskip.parallel import TENSOR, Ranks, RegionParallel
+
+Kind = TypeVar("Kind", bound=Tensor)
 
 _BUCKET_NUMBERS = 1 << 24
 """At most so many numbers are copied together for one all-reduce, unless one gradient has more."""
@@ -69,7 +72,7 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, norm_ty
     for gradient in gradients:
         own = _own(gradient)
         own.mul_(scale.to(own.device, own.dtype))
-    return total
+    return cast(Tensor, total)
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
@@ -77,8 +80,7 @@ def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
 
     One group of what each process holds, and one for each mesh that others are spread over.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return [{"params": list(group)} for group in _by_mesh(parameters)]
+    return [{"params": group} for group in _by_mesh(p for p in model.parameters() if p.requires_grad)]
 
 
 def _spread(model: nn.Module) -> tuple[DeviceMesh, RegionParallel]:
@@ -142,8 +144,8 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    groups: dict[DeviceMesh | None, list[Tensor]] = {}
+def _by_mesh(tensors: Iterable[Kind]) -> list[list[Kind]]:
+    groups: dict[DeviceMesh | None, list[Kind]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
     return list(groups.values())

@@ -76,20 +76,30 @@ _NEVER = float("inf")
 
 
 def program_order(problem: Problem) -> list[int] | None:
-    """The order in which the tasks were given, but for a region that must end and a collective that must wait for room.
+    """The order in which the tasks were given, with collectives at the last moment: it keeps the least in flight.
 
-    None where it exceeds the cap.
+    Regions end where they must, and a collective waits for room. None where the cap stops it.
     """
     placement = Placement(problem)
-    left = dict.fromkeys(range(len(problem)))
+    ready: list[tuple[bool, int]] = []
+    held: list[tuple[bool, int]] = []
     order: list[int] = []
-    while left:
-        able = [i for i in left if placement.may_place(i)]
-        if not able:
-            return None
-        # Collectives at the last moment keep the least in flight; their producers and all else come in order.
-        first = next((i for i in able if problem.lane[i] <= HOST_LANE), able[0])
-        order.append(first)
-        placement.place(first)
-        del left[first]
-    return order
+
+    def offer(i: int) -> None:
+        heapq.heappush(ready, (problem.lane[i] > HOST_LANE, i))
+
+    for i in range(len(problem)):
+        if not problem.producers[i]:
+            offer(i)
+    while ready:
+        is_collective, i = heapq.heappop(ready)
+        if not placement.is_allowed(i):
+            held.append((is_collective, i))
+            continue
+        order.append(i)
+        for c in placement.place(i):
+            offer(c)
+        for one in held:  # a region may have ended, or room become free
+            heapq.heappush(ready, one)
+        held.clear()
+    return order if len(order) == len(problem) else None

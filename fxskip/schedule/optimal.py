@@ -55,8 +55,11 @@ def solve_optimal(
     max_in_flight_bytes: int | None = None,
     seconds: float = 30.0,
     workers: int = 2,
+    repeatable: bool = False,
 ) -> Optimum:
     """The best order that CP-SAT finds within `seconds` on `workers` threads, and a bound on all orders.
+
+    repeatable   count `seconds` in CP-SAT's own measure of work and use one worker: every rank finds the same order
 
     With a cap, collectives are issued right behind their last producer, as far as the order on their lane allows: an
     order that delays an issue to save memory is not looked for, and the bound is one on those that do not.
@@ -71,12 +74,16 @@ def solve_optimal(
             hint='write solver: list, or the rule "layers" or "free"',
         )
     began = time.monotonic()
-    start = solve(graph, rule=rule, max_in_flight_bytes=max_in_flight_bytes)
+    tries = _TRIES if repeatable else None
+    start = solve(graph, rule=rule, max_in_flight_bytes=max_in_flight_bytes, tries=tries)
     problem = Problem.of(graph, rule=rule, cap=max_in_flight_bytes)
     model = _Model(cp, problem, start)
     solver = cp.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
-    solver.parameters.num_workers = workers
+    if repeatable:
+        solver.parameters.max_deterministic_time = seconds
+    else:
+        solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = 1 if repeatable else workers
     solver.parameters.random_seed = 0
     status = solver.solve(model.model)
     if status not in (cp.OPTIMAL, cp.FEASIBLE):
@@ -94,6 +101,10 @@ def solve_optimal(
         best = schedule_of(graph, problem, order, rule=rule, method="cp_sat", cost_us=us)
     rounding = (len(problem) + 1) / PER_US
     return Optimum(best, bound, best.makespan_us <= bound + rounding, time.monotonic() - began)
+
+
+_TRIES = 300
+"""Of the search for the order that CP-SAT starts from, where it must be the same on every rank."""
 
 
 def _cp_model() -> ModuleType:

@@ -15,6 +15,7 @@ from fxskip.schedule.cost_table import load_costs
 from fxskip.schedule.hardware import load_hardware
 from fxskip.schedule.machine import Machine, contention_of
 from fxskip.schedule.node_costs import NodeCosts
+from fxskip.schedule.optimal import solve_optimal
 from fxskip.schedule.problem import OrderRule
 from fxskip.schedule.region_tasks import RegionTasks, region_tasks
 from fxskip.schedule.result import Schedule
@@ -22,8 +23,8 @@ from fxskip.schedule.sizes import product
 from fxskip.schedule.solve import solve
 from fxskip.schedule.tasks import TaskGraph
 
-_ALL_CANDIDATES_S = 3600.0
-"""The search is never cut short, for every rank has to find the same order by itself."""
+_TRIES = 300
+"""Orders that are costed. Not seconds: every rank has to find the same order by itself."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,17 @@ def order_region(
 def region_schedule(region: str, tasks: RegionTasks, parallel: RegionParallel) -> RegionSchedule:
     """The schedule of a region's tasks that the spec's `schedule` asks for.
 
-    Raises ScheduleError where no order keeps to `max_in_flight_mib`, and where a cost table lacks a task.
+    Raises ScheduleError where no order keeps to `max_in_flight_mib`, where a cost table lacks a task, and
+    where OR-tools is asked for and missing.
     """
     wish, machine = parallel.schedule, _machine(parallel)
     graph = _with_measured(tasks, wish.costs)
     rule: OrderRule = "periodic" if tasks.copies > 1 else "layers"
     cap = wish.max_in_flight_mib << 20
-    found = solve(graph, rule=rule, machine=machine, max_in_flight_bytes=cap, seconds=_ALL_CANDIDATES_S)
+    if wish.solver == "cp_sat":  # which knows no periodic orders: a region in the middle stands for all
+        optimum = solve_optimal(graph, rule="layers", max_in_flight_bytes=cap, repeatable=True)
+        return RegionSchedule(region, tasks, graph, machine, optimum.schedule)
+    found = solve(graph, rule=rule, machine=machine, max_in_flight_bytes=cap, tries=_TRIES)
     return RegionSchedule(region, tasks, graph, machine, found)
 
 

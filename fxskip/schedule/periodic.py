@@ -6,7 +6,6 @@ region. Patterns are taken from orders in which each region has its own, and imp
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,7 +81,9 @@ class Search:
     cost: Callable[[TaskGraph, Problem], Cost]
     """What an order of the problem is judged by."""
     deadline: float
-    """Of time.thread_time()."""
+    """Of `now`."""
+    now: Callable[[], float]
+    """What has been spent: of this thread's processor time, or of tries."""
 
 
 def periodic_order(graph: TaskGraph, problem: Problem, search: Search) -> Found:
@@ -96,7 +97,7 @@ def periodic_order(graph: TaskGraph, problem: Problem, search: Search) -> Found:
     small = shortened(graph, periods.kinds, most=_LAYERS)
     found: list[_Choice] = []
     if small is not graph:
-        found = _search(small, Problem.of(small, rule="layers", cap=problem.cap), search, share=0.6)
+        found = _search(small, Problem.of(small, rule="layers", cap=problem.cap), search, share=0.75)
     cost = search.cost(graph, problem)
     best: tuple[float, str, list[int]] | None = None
     for choice in found[:_PLAYED]:
@@ -125,7 +126,7 @@ class _Choice:
 
 def _search(graph: TaskGraph, problem: Problem, search: Search, *, share: float) -> list[_Choice]:
     """Choices of patterns for a step, the best first. `share`: of the time left, to spend on it."""
-    now = time.thread_time()
+    now = search.now()
     deadline = now + share * (search.deadline - now)
     periods, cost = Periods(graph, problem), search.cost(graph, problem)
     found: dict[tuple[int, ...], _Choice] = {}
@@ -135,13 +136,13 @@ def _search(graph: TaskGraph, problem: Problem, search: Search, *, share: float)
             if made is not None and tuple(made) not in found:
                 own = {kind: next(iter(one)) for kind, one in periods.of(made).items()}
                 found[tuple(made)] = _Choice(cost(made), f"pattern of {method}", own)
-        if found and time.thread_time() > now + 0.5 * (deadline - now):
+        if found and search.now() >= now + 0.5 * (deadline - now):
             break
     choices = sorted(found.values(), key=lambda one: one.us)
     for start in choices[:_IMPROVED]:
-        if choices[0].us <= problem.lower_bound * (1 + 1e-9) or time.thread_time() > deadline:
+        if choices[0].us <= problem.lower_bound * (1 + 1e-9) or search.now() >= deadline:
             break
-        better = _improved(periods, start, cost, deadline, problem.lower_bound)
+        better = _improved(periods, start, cost, search.now, deadline, problem.lower_bound)
         choices = sorted([*choices, better], key=lambda one: one.us)
     return choices
 
@@ -164,7 +165,9 @@ def _choices(found: dict[Hashable, Counter[Pattern]]) -> Iterator[Patterns]:
             yield base | {kind: pattern}
 
 
-def _improved(periods: Periods, start: _Choice, cost: Cost, deadline: float, bound: float) -> _Choice:
+def _improved(
+    periods: Periods, start: _Choice, cost: Cost, spent: Callable[[], float], deadline: float, bound: float
+) -> _Choice:
     """Move one task of one pattern to another place as long as that helps and time is left."""
     us, patterns = start.us, start.patterns
     often = [kind for kind, _ in Counter(periods.kinds).most_common()]
@@ -173,7 +176,7 @@ def _improved(periods: Periods, start: _Choice, cost: Cost, deadline: float, bou
         improved = False
         for kind in often:
             for moved in _moves(patterns[kind]):
-                if us <= bound * (1 + 1e-9) or time.thread_time() > deadline:
+                if us <= bound * (1 + 1e-9) or spent() >= deadline:
                     return _Choice(us, f"{start.method}, improved", patterns)
                 made = periods.order(patterns | {kind: moved})
                 if made is not None and (now := cost(made)) < us * (1 - 1e-9):

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from fxskip.errors import ScheduleError
 from fxskip.schedule.tasks import COMPUTE, HOST, Task, TaskGraph
@@ -46,6 +46,10 @@ class Problem:
 
     @classmethod
     def of(cls, graph: TaskGraph, *, rule: OrderRule = "free", cap: int | None = None) -> Problem:
+        if rule not in get_args(OrderRule):
+            raise ScheduleError(
+                "solve", f"no rule is called {rule!r}", hint=f"write one of {', '.join(get_args(OrderRule))}"
+            )
         names = graph.program_order
         index = {name: i for i, name in enumerate(names)}
         tasks = [graph[name] for name in names]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 from fxskip.schedule.problem import Problem
 from fxskip.schedule.tasks import COMPUTE, TaskGraph
-from fxskip.schedule.times import obeys
 
 AHEAD = 8
 """How many compute tasks behind a start are looked at for one that begins with a short kernel."""
@@ -18,21 +16,19 @@ def short_first(
     problem: Problem,
     order: list[int],
     cost: Callable[[Sequence[int]], float],
-    deadline: float,
-    *,
-    repeat: bool,
+    is_over: Callable[[], bool],
+    accepts: Callable[[Sequence[int]], bool],
 ) -> list[int]:
     """The order with tasks that begin with a short kernel moved right behind the starts before them, where that pays.
 
-    A move is made in all layers at once, for a pair of roles, and kept if the step gets shorter. `repeat`: only if
-    it is possible in all of them, so that layers of one kind keep one order.
+    A move is made in all layers at once, for a pair of roles, and kept if the step gets shorter and `accepts` says so.
     """
     best = cost(order)
     for start_role, short_role in list(dict.fromkeys(_pairs(graph, problem, order))):
-        if time.thread_time() > deadline:
+        if is_over():
             break
-        moved, complete = _moved(graph, problem, order, start_role, short_role)
-        if (complete or not repeat) and moved != order and (us := cost(moved)) < best * (1 - 1e-9):
+        moved = _moved(graph, problem, order, start_role, short_role)
+        if moved != order and accepts(moved) and (us := cost(moved)) < best * (1 - 1e-9):
             best, order = us, moved
     return order
 
@@ -56,22 +52,22 @@ def _behind(graph: TaskGraph, problem: Problem, order: Sequence[int], at: int) -
 
 def _moved(
     graph: TaskGraph, problem: Problem, order: Sequence[int], start_role: str, short_role: str
-) -> tuple[list[int], bool]:
-    """The move wherever it is possible, and whether it was possible wherever the two roles meet."""
-    found, complete = list(order), True
+) -> list[int]:
+    """The move wherever it is possible."""
+    found = list(order)
     for at in range(len(found)):
         if _role(graph, problem, found[at]) != start_role:
             continue
         behind = _behind(graph, problem, found, at)
         source = next((k for k in behind if _role(graph, problem, found[k]) == short_role), None)
-        if source is None:
-            continue
-        moved = [*found[: at + 1], found[source], *found[at + 1 : source], *found[source + 1 :]]
-        if obeys(problem, moved):
-            found = moved
-        else:
-            complete = False
-    return found, complete
+        if source is not None and _may_pass(problem, found[source], found[at + 1 : source]):
+            found.insert(at + 1, found.pop(source))
+    return found
+
+
+def _may_pass(problem: Problem, i: int, others: Sequence[int]) -> bool:
+    """Whether a compute task may go before the tasks that stand right before it. It takes no room in flight."""
+    return all(j not in problem.producers[i] and problem.high[j] >= problem.low[i] for j in others)
 
 
 def _is_compute(graph: TaskGraph, problem: Problem, i: int) -> bool:

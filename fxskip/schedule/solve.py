@@ -16,7 +16,7 @@ from fxskip.errors import ScheduleError
 from fxskip.schedule.beam import beam_order
 from fxskip.schedule.list_schedule import list_order, program_order
 from fxskip.schedule.machine import Machine
-from fxskip.schedule.periodic import Cost, Found, Search, has_roles, periodic_order
+from fxskip.schedule.periodic import Cost, Found, Periods, Search, has_roles, periodic_order
 from fxskip.schedule.problem import OrderRule, Problem
 from fxskip.schedule.result import Schedule, schedule_of
 from fxskip.schedule.short_first import short_first
@@ -36,6 +36,7 @@ def solve(
     max_in_flight_bytes: int | None = None,
     machine: Machine | None = None,
     seconds: float = 1.2,
+    tries: int | None = None,
     seed: int = 0,
 ) -> Schedule:
     """A host order of all tasks, with each collective right behind its last producer.
@@ -45,16 +46,20 @@ def solve(
     machine              what candidates are simulated on; None: the makespan by the simple model counts
     seconds              of this thread's processor time, after which no further candidate is tried. The result is the
                          same in every run unless this ends the search, so ranks receive it from one of them
+    tries                in place of seconds: orders that are costed before no further candidate is tried. The result is
+                         the same in every run and on every rank
     seed                 of the perturbed priorities
 
     Raises ScheduleError where no order obeys the rule, or none that was found the cap.
     """
     problem = Problem.of(graph, rule=rule, cap=max_in_flight_bytes)
     _check_cap(problem)
+    budget = _Budget(tries)
     search = Search(
         lambda one, its: _candidates(one, its, seed, machine),
-        lambda one, its: _cost_function(one, its, machine),
-        time.thread_time() + seconds,
+        lambda one, its: budget.counted(_cost_function(one, its, machine)),
+        budget.spent() + (seconds if tries is None else tries),
+        budget.spent,
     )
     if rule == "periodic":
         method, order = periodic_order(graph, problem, search)
@@ -62,8 +67,29 @@ def solve(
         method, order = _best(graph, problem, search)
     cost = search.cost(graph, problem)
     if machine is not None:
-        order = short_first(graph, problem, order, cost, search.deadline, repeat=rule == "periodic")
+        accepts = Periods(graph, problem).is_periodic if rule == "periodic" else lambda _: True
+        order = short_first(graph, problem, order, cost, lambda: search.now() >= search.deadline, accepts)
     return schedule_of(graph, problem, order, rule=rule, method=method, cost_us=cost(order))
+
+
+class _Budget:
+    """What a search has spent: tries where they are limited, else this thread's processor time."""
+
+    def __init__(self, tries: int | None) -> None:
+        self._counts = tries is not None
+        self._tried = 0
+
+    def spent(self) -> float:
+        return float(self._tried) if self._counts else time.thread_time()
+
+    def counted(self, cost: Cost) -> Cost:
+        """`cost`, each call of which is a try."""
+
+        def counting(order: Sequence[int]) -> float:
+            self._tried += 1
+            return cost(order)
+
+        return counting
 
 
 def _cost_function(graph: TaskGraph, problem: Problem, machine: Machine | None) -> Cost:
@@ -85,7 +111,7 @@ def _best(graph: TaskGraph, problem: Problem, search: Search) -> Found:
         us = cost(order)
         if best is None or us < best[0] * (1 - _SAME):
             best = (us, (method, order))
-        if best[0] <= problem.lower_bound * (1 + _SAME) or time.thread_time() > search.deadline:
+        if best[0] <= problem.lower_bound * (1 + _SAME) or search.now() >= search.deadline:
             break
     if best is None:
         raise ScheduleError(
@@ -101,10 +127,10 @@ def _with_periodic(graph: TaskGraph, problem: Problem, search: Search) -> Iterat
 
     A search over a whole step loses sight of what one place costs every layer; a pattern does not.
     """
-    started = time.thread_time()
+    started = search.now()
     for number, found in enumerate(search.candidates(graph, problem)):
         yield found
-        if number >= _FIRST and time.thread_time() > started + 0.25 * (search.deadline - started):
+        if number >= _FIRST and search.now() >= started + 0.15 * (search.deadline - started):
             break
     if len(graph.layers) > _FEW_LAYERS and has_roles(graph):
         layered = Problem.of(graph, rule="layers", cap=problem.cap)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import networkx as nx
 
@@ -190,6 +190,11 @@ def _check(task: Task) -> None:
             "only collectives have values in flight",
         ),
     ]  # fmt: skip
+    for name, kinds in (("kernel", FirstKernel), ("work", WorkKind), ("may_cross", Crossing)):
+        value, known = getattr(task, name), get_args(kinds)
+        faults.append(
+            (value not in known, f"{name} is {value!r}", f"write one of {', '.join(map(repr, known))}")
+        )
     for is_wrong, found, hint in faults:
         if is_wrong:
             raise ScheduleError("TaskGraph", found, where=task.name or "a task", hint=hint)

@@ -1,11 +1,16 @@
-"""fxskip bench; what it measures needs a GPU and is no test."""
+"""fxskip bench: that every part runs, at tiny sizes. What it measures needs a GPU and is no test."""
 
 import json
 
 import pytest
 import torch
 
+from fxskip.bench import loss, loss_sweep
+from fxskip.bench.loss import PARTS
+from fxskip.bench.measure import failures, measure
+from fxskip.loss import implementation
 from tests.cli.command import run
+from tests.loss.test_sparse_kl import has_triton
 
 ROWS = [
     {"variant": "sparse_kl", "tokens": 4096, "median_ms": 11.0, "peak_gib": 1.5},
@@ -13,6 +18,112 @@ ROWS = [
     {"variant": "dense_sparse_kl", "tokens": 4096, "median_ms": 15.0, "peak_gib": 4.0},
     {"variant": "dense_sparse_kl", "tokens": 8192, "failed": "OutOfMemoryError"},
 ]
+
+
+NEEDS_TRITON = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+
+def assert_nothing_failed(report):
+    assert list(failures(report)) == []
+    assert report["tiny"] is True
+    assert report["sources_sha256"]
+
+
+@NEEDS_TRITON
+def test_tiny_parts(monkeypatch, tmp_path):
+    for tunings in ("SUPPORT_TUNINGS", "ROW_TUNINGS", "PAIR_TUNINGS"):
+        monkeypatch.setattr(loss_sweep, tunings, getattr(loss_sweep, tunings)[:1])
+    out = tmp_path / "loss.json"
+    parts = ["sweep", "small"]
+    assert run("bench", "loss", "--tiny", *(f"--part={part}" for part in parts), "--out", out) == 0
+    report = json.loads(out.read_text())
+    assert_nothing_failed(report)
+    assert [name for name in PARTS if name in report] == parts
+    assert len(report["sweep"]["one chunk, V=65536"]) == 4
+    variants = report["small"]["times"]["variants"]
+    for name in ("three products", "dense_sparse_kl", "sparse_kl"):
+        assert variants[name]["median_ms"] > 0
+        assert len(variants[name]["samples_ms"]) == 1
+
+
+@NEEDS_TRITON
+@pytest.mark.slow
+def test_all_tiny_parts(tmp_path):
+    out = tmp_path / "loss.json"
+    assert run("bench", "loss", "--tiny", "--out", out) == 0
+    report = json.loads(out.read_text())
+    assert_nothing_failed(report)
+    assert all(part in report for part in PARTS)
+    measured = [row for row in report["errors"] if "equal_bits" in row]
+    assert len(measured) == 21
+    assert all(row["equal_bits"] for row in measured)
+    # In the interpreter the kernels cut off what a GPU rounds: float32 is where they can be compared.
+    assert max(measured[-1]["triton"]) < 1e-5
+
+
+@NEEDS_TRITON
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would need two GPUs")
+def test_tiny_ranks(tmp_path):
+    out = tmp_path / "loss.json"
+    assert run("bench", "loss", "--tiny", "--ranks", 2, "--tokens", 4096, "--out", out) == 0
+    report = json.loads(out.read_text())
+    assert_nothing_failed(report)
+    assert [row["tokens"] for row in report["rows"]] == [4096] * 6
+    assert all(row["median_ms"] > 0 for row in report["rows"])
+
+
+def test_a_part_that_fails_loses_no_other(capsys, monkeypatch, tmp_path):
+    def works(setting):
+        return {
+            "rows": [{"case": "one"}, {"case": "two", "failed": "ValueError: two"}],
+            "chunk": setting.chunk_tokens,
+        }
+
+    def fails(setting):
+        raise ValueError("a part\nof several lines")
+
+    def is_not_here(setting):
+        raise ImportError("no such package")
+
+    monkeypatch.setattr(loss, "PARTS", {"first": fails, "second": works, "third": is_not_here})
+    out = tmp_path / "loss.json"
+    assert run("bench", "loss", "--tiny", "--out", out) == 2
+    report = json.loads(out.read_text())
+    assert report["first"] == {"failed": "ValueError: a part"}
+    assert report["second"]["chunk"] == 1
+    assert report["third"] == {"unavailable": "ImportError: no such package"}
+    said = capsys.readouterr().err
+    assert "bench loss: 2 measurements failed" in said
+    assert "first: ValueError: a part" in said
+    assert "second, rows[1]: ValueError: two" in said
+
+
+def test_a_variant_that_fails_loses_no_other():
+    def out_of_memory():
+        raise torch.OutOfMemoryError("no room")
+
+    def broken():
+        raise RuntimeError("wrong")
+
+    measured = measure({"a": lambda: None, "b": out_of_memory, "c": broken}, rounds=2)
+    assert len(measured["a"].samples_ms) == 2
+    assert measured["b"] == {"unavailable": "OutOfMemoryError: no room"}
+    assert measured["c"] == {"failed": "RuntimeError: wrong"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would run the benchmark")
+def test_tiny_without_gpu_and_interpreter(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(implementation, "is_interpreted", lambda: False)
+    assert run("bench", "loss", "--tiny", "--out", tmp_path / "loss.json") == 2
+    assert "set TRITON_INTERPRET=1" in capsys.readouterr().err
+
+
+def test_tokens_are_of_ranks(capsys, tmp_path):
+    assert run("bench", "loss", "--tokens", 4096, "--out", tmp_path / "loss.json") == 2
+    assert "--tokens is given without --ranks" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would run the benchmark")
@@ -34,6 +145,18 @@ def test_plot(tmp_path):
     assert run("bench", "plot", report, "--out", tmp_path / "figure.svg") == 0
     drawn = (tmp_path / "figure.svg").read_text()
     assert "<svg" in drawn
+
+
+def test_plot_of_two_reports(capsys, tmp_path):
+    reports = []
+    for number, gpu in enumerate(("H200", "H200", "A100")):
+        reports.append(tmp_path / f"{number}.json")
+        content = {"vocabulary": 131072, "ranks": 2, "gpu": gpu, "rows": ROWS[number::2]}
+        reports[-1].write_text(json.dumps(content))
+    assert run("bench", "plot", *reports[:2], "--out", tmp_path / "figure.svg") == 0
+    assert "<svg" in (tmp_path / "figure.svg").read_text()
+    assert run("bench", "plot", *reports, "--out", tmp_path / "other.svg") == 2
+    assert "not of one machine" in capsys.readouterr().err
 
 
 def test_plot_of_another_report(capsys, tmp_path):

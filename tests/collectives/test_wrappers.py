@@ -1,7 +1,7 @@
 """DDP, FSDP2 and checkpointing around a student with exchanges in flight: to the last bit what blocking layers give."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import (
     CheckpointPolicy,
+    checkpoint,
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
@@ -80,28 +81,28 @@ def whole(tensor: Any) -> Any:
 
 # --- FSDP2 ---------------------------------------------------------------------------------------
 
+FULL = MixedPrecisionPolicy()
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
-def sharded(policy: MixedPrecisionPolicy | None, module: nn.Module, **options: Any) -> nn.Module:
-    """`fully_shard` for each layer and the root, experts left out."""
-    for part in (*module.model.layers, module):  # type: ignore[misc,union-attr]
-        fully_shard(
-            part, mp_policy=policy or MixedPrecisionPolicy(), ignored_params=experts(module), **options
-        )
+
+def sharded(module: nn.Module, policy: MixedPrecisionPolicy = FULL, between: Any = None) -> nn.Module:
+    """`fully_shard` for each layer and the root, experts left out; `between` is the policy of all layers but the last."""
+    *layers, last = module.model.layers  # type: ignore[misc,union-attr]
+    for part in (*layers, last, module):
+        chosen = between if between and part in layers else policy
+        fully_shard(part, mp_policy=chosen, ignored_params=experts(module))
     return module
 
 
 def fsdp(rank: int, folder: Path) -> None:
-    assert_as_blocking(partial(sharded, None), rank)
+    assert_as_blocking(sharded, rank)
 
 
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def in_bf16(module: nn.Module, policy: MixedPrecisionPolicy = BF16) -> nn.Module:
+def in_bf16(module: nn.Module, **policies: Any) -> nn.Module:
     """Experts, which FSDP2 does not manage, in bfloat16 as well."""
-    for parameter in experts(module):
-        parameter.data = parameter.data.to(torch.bfloat16)
-    return sharded(policy, module)
+    for region in regions(module):
+        region.mlp.experts.to(torch.bfloat16)  # type: ignore[union-attr,operator]
+    return sharded(module, BF16, **policies)
 
 
 def fsdp_in_mixed_precision(rank: int, folder: Path) -> None:
@@ -112,7 +113,7 @@ def fsdp_in_mixed_precision(rank: int, folder: Path) -> None:
 def fsdp_casts_at_the_border(rank: int, folder: Path) -> None:
     """Each layer returns float32, and the next one's arguments are cast again."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
-    assert_as_blocking(partial(in_bf16, policy=policy), rank)
+    assert_as_blocking(partial(in_bf16, between=policy), rank)
 
 
 # --- checkpointing -------------------------------------------------------------------------------
@@ -181,16 +182,8 @@ def several_layers_in_one_checkpoint(rank: int, folder: Path) -> None:
     """The recomputed second layer waits for what the recomputed first one put off."""
 
     def together(module: nn.Module) -> nn.Module:
-        first, second, _ = module.model.layers  # type: ignore[misc,union-attr]
-        one, two = type(first).forward, type(second).forward
-
-        def both(hidden: Any, **kwargs: Any) -> Any:
-            return second.__class__.__call__(
-                second, first.__class__.__call__(first, hidden, **kwargs), **kwargs
-            )
-
-        del one, two
-        module.model.layers = nn.ModuleList([_Two(both, first, second), module.model.layers[2]])  # type: ignore[union-attr,index]
+        first, second, last = module.model.layers  # type: ignore[misc,union-attr]
+        module.model.layers = nn.ModuleList([_Two(first, second), last])  # type: ignore[union-attr]
         return module
 
     assert_as_blocking(together, rank)
@@ -199,18 +192,20 @@ def several_layers_in_one_checkpoint(rank: int, folder: Path) -> None:
 class _Two(nn.Module):
     """Two layers in one checkpoint."""
 
-    def __init__(self, both: Any, *layers: nn.Module) -> None:
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self.both = both
+        self.first, self.second = first, second
 
     def forward(self, hidden: Any, **kwargs: Any) -> Any:
-        return torch.utils.checkpoint.checkpoint(self.both, hidden, use_reentrant=False, **kwargs)
+        return checkpoint(self._both, hidden, use_reentrant=False, **kwargs)
+
+    def _both(self, hidden: Any, **kwargs: Any) -> Any:
+        return self.second(self.first(hidden, **kwargs), **kwargs)
 
 
 def fsdp_and_checkpointing(rank: int, folder: Path) -> None:
     for options in ({}, selective(keep_exchanges)):
-        assert_as_blocking(lambda module, o=options: sharded(None, checkpointed(module, **o)), rank)
+        assert_as_blocking(lambda module, o=options: sharded(checkpointed(module, **o)), rank)
     assert_as_blocking(lambda module: in_bf16(checkpointed(module)), rank)
 
 

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from tests.loss.device import DEVICE
+
 
 def logits(hidden, weight, bias=None, scale=1.0, softcap=None, temperature=1.0) -> Tensor:
     z = hidden.double() @ weight.double().T
@@ -31,10 +33,10 @@ class Case:
     """Seeded student and teacher of different widths; `student` lists what a gradient is wanted for."""
 
     def __init__(self, *, tokens=13, width=6, vocabulary=17, dtype=torch.float32, bias=False, seed=0):
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(DEVICE).manual_seed(seed)
 
         def draw(*shape):
-            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+            return torch.randn(shape, generator=generator, dtype=torch.float64, device=DEVICE).to(dtype)
 
         self.student_hidden, self.student_weight = draw(tokens, width), draw(vocabulary, width)
         self.teacher_hidden, self.teacher_weight = draw(tokens, width + 2), draw(vocabulary, width + 2)
@@ -48,11 +50,13 @@ class Case:
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.student_hidden, self.student_weight, self.teacher_hidden, self.teacher_weight
 
-    def expected(self, *, token_weight=None, denominator=None, beta=0.0, **after_gemm) -> list[Tensor]:
+    def expected(
+        self, *, token_weight=None, denominator=None, beta=0.0, vocabulary=None, **after_gemm
+    ) -> list[Tensor]:
         """The loss in float64, then its gradients by `self.student`."""
         leaves = [leaf.detach().double().requires_grad_() for leaf in self.student]
-        student = logits(*leaves, **after_gemm)
+        student = logits(*leaves, **after_gemm)[:, :vocabulary]
         bias = self.biases.get("teacher_bias")
-        teacher = logits(self.teacher_hidden, self.teacher_weight, bias, **after_gemm)
+        teacher = logits(self.teacher_hidden, self.teacher_weight, bias, **after_gemm)[:, :vocabulary]
         loss = kl(student, teacher, token_weight, denominator, beta)
         return [loss.detach(), *torch.autograd.grad(loss, leaves)]

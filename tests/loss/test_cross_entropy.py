@@ -3,11 +3,12 @@ import torch
 
 from fxskip.errors import FxskipError
 from fxskip.loss import cross_entropy
+from tests.loss.device import DEVICE
 from tests.loss.formulas import logits
 
 
 def seeded(tokens=11, width=5, vocabulary=9, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     hidden = torch.randn(tokens, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     weight = (
         torch.randn(vocabulary, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
@@ -51,4 +52,4 @@ def test_gradcheck():
 def test_bad_labels_are_named(labels, message):
     hidden, weight, _ = seeded()
     with pytest.raises(FxskipError, match=message):
-        cross_entropy(hidden, weight, labels)
+        cross_entropy(hidden, weight, labels.to(DEVICE))

@@ -1,14 +1,17 @@
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from fxskip.errors import FxskipError
 from fxskip.loss import feature_loss
+from tests.loss.device import DEVICE, on_device
+from tests.loss.spies import Ledger
 
 WEIGHTS = torch.tensor([0.0, 2.0, 0.5, 1.0, 0.0, 3.0, 1.0])
 
 
 def seeded(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     x, y = torch.randn(2, 7, 5, generator=generator, dtype=torch.float64).to(dtype).unbind()
     return x.clone().requires_grad_(), y.clone()
 
@@ -23,6 +26,7 @@ def formula(kind, x, y):
 @pytest.mark.parametrize("options", [{}, {"token_weight": WEIGHTS}, {"denominator": 3.0}], ids=str)
 def test_equals_the_formula(kind, options):
     x, y = seeded(torch.float64)
+    options = on_device(options)
     loss = feature_loss(x, y, kind=kind, chunk_tokens=3, **options)
     weight = options.get("token_weight", torch.ones(7)).double()
     expected = (formula(kind, x, y) * weight).sum() / options.get("denominator", weight.sum())
@@ -41,12 +45,22 @@ def test_low_precision_is_rounded_once(kind):
     assert (got.double() - right).norm() < 2e-3 * right.norm()
 
 
+@pytest.mark.parametrize("kind", ["mse", "cosine"])
+def test_without_gradients_none_is_formed(kind):
+    x, y = torch.randn(2, 50, 64).unbind()
+    x = x.requires_grad_()
+    with torch.no_grad(), Ledger(x, y) as ledger:
+        loss = feature_loss(x, y, kind=kind, chunk_tokens=1)
+    torch.testing.assert_close(loss, formula(kind, x, y).mean())
+    assert ledger.peak < x.nbytes
+
+
 def test_states_of_zero_and_masked_rows_add_nothing_wrong():
     x, y = seeded()
     with torch.no_grad():
         x[0] = torch.nan  # its weight is 0
         x[1] = 0.0
-    loss = feature_loss(x, y, kind="cosine", token_weight=WEIGHTS)
+    loss = feature_loss(x, y, kind="cosine", **on_device({"token_weight": WEIGHTS}))
     loss.backward()
     assert loss.isfinite()
     assert not x.grad[0].any()
@@ -67,4 +81,19 @@ def test_states_of_zero_and_masked_rows_add_nothing_wrong():
 def test_a_bad_argument_is_named(change, message):
     x, y = seeded()
     with pytest.raises(FxskipError, match=message):
-        feature_loss(**({"student_hidden": x, "teacher_hidden": y} | change))
+        feature_loss(**on_device({"student_hidden": x, "teacher_hidden": y} | change))
+
+
+@pytest.mark.parametrize("kind", ["mse", "cosine"])
+def test_compiled_checkpointed_and_backward_twice(kind):
+    x, y = seeded()
+
+    def loss(x):
+        return 3.0 * feature_loss(x, y, kind=kind, chunk_tokens=2)
+
+    (right,) = torch.autograd.grad(3.0 * formula(kind, x, y).mean(), x)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    for value in (compiled(x), checkpoint(loss, x, use_reentrant=False), loss(x)):
+        first = torch.autograd.grad(value, x, retain_graph=True)
+        torch.testing.assert_close(first[0], right, rtol=1e-5, atol=1e-7)
+    assert torch.equal(first[0], torch.autograd.grad(value, x)[0])

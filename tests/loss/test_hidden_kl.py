@@ -1,9 +1,14 @@
+from functools import partial
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from fxskip.errors import FxskipError
 from fxskip.loss import hidden_kl
+from tests.loss.device import DEVICE, on_device
 from tests.loss.formulas import Case, kl, logits
+from tests.loss.spies import Spy
 from tests.loss.test_sparse_kl import IMPLEMENTATIONS
 
 pytestmark = pytest.mark.filterwarnings(
@@ -28,7 +33,7 @@ OPTIONS = [
 @IMPLEMENTATIONS
 def test_equals_the_formula(options, bias, implementation):
     case = Case(bias=bias)
-    options = options | {"implementation": implementation}
+    options = on_device(options) | {"implementation": implementation}
     loss = hidden_kl(*case.arguments, chunk_tokens=4, **case.biases, **options)
     options.pop("implementation")
     got = [loss.detach(), *torch.autograd.grad(loss, case.student)]
@@ -85,7 +90,7 @@ def test_a_float32_weight_beside_bfloat16_states_keeps_a_float32_gradient():
 
 def test_autocast_around_the_call_changes_nothing():
     case = Case()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         inside = hidden_kl(*case.arguments)
     assert torch.equal(inside, hidden_kl(*case.arguments))
 
@@ -213,12 +218,19 @@ def test_a_token_that_both_heads_exclude_adds_nothing(implementation, beta):
 def test_a_bad_argument_is_named(change, message):
     case = Case()
     names = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
-    arguments = dict(zip(names, case.arguments, strict=True)) | change
+    arguments = on_device(dict(zip(names, case.arguments, strict=True)) | change)
     with pytest.raises(FxskipError, match=message):
         hidden_kl(**arguments)
 
 
-def test_compiled():
+def test_unvalidated_calls_read_nothing_from_the_device():
+    case = Case()
+    with Spy() as spy:
+        hidden_kl(*case.arguments, validate=False).backward()
+    assert spy.host_reads == 0
+
+
+def test_compiled_and_checkpointed():
     case = Case(bias=True)
     teacher = case.teacher_hidden, case.teacher_weight
     weight = torch.linspace(0.0, 2.0, 13)
@@ -227,5 +239,9 @@ def test_compiled():
         return hidden_kl(hidden, head, *teacher, student_bias=bias, beta=0.5, token_weight=weight)
 
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    both = [torch.autograd.grad(form(*case.student), case.student) for form in (loss, compiled)]
-    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+    checkpointed = partial(checkpoint, loss, use_reentrant=False)
+    first, *others = (
+        torch.autograd.grad(form(*case.student), case.student) for form in (loss, compiled, checkpointed)
+    )
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))

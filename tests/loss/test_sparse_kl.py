@@ -3,15 +3,21 @@
 import importlib.util
 import math
 from dataclasses import dataclass, field
+from itertools import combinations
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils.checkpoint import checkpoint
 
 from fxskip.errors import FxskipError
 from fxskip.loss import sparse_kl, truncated_minimum
+from fxskip.loss.operators import sparse_kl_operator
 from fxskip.loss.tails import TAILS
+from tests.loss.device import DEVICE, on_device
 from tests.loss.sparse_formulas import loss_and_gradients, relative_error
 from tests.loss.spies import Spy
 
@@ -44,16 +50,16 @@ class Sparse:
     bias: bool = False
 
     def __post_init__(self):
-        generator = torch.Generator().manual_seed(3)
+        generator = torch.Generator(DEVICE).manual_seed(3)
 
         def randn(*shape):
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
+            return torch.randn(shape, generator=generator, dtype=torch.float64, device=DEVICE)
 
         self.leaves = [randn(self.tokens, D), randn(self.vocabulary, D)] + [
             randn(self.vocabulary)
         ] * self.bias
         self.leaves = [leaf.to(self.dtype).requires_grad_() for leaf in self.leaves]
-        order = torch.rand(self.tokens, self.vocabulary, generator=generator).argsort(dim=-1)
+        order = torch.rand(self.tokens, self.vocabulary, generator=generator, device=DEVICE).argsort(dim=-1)
         self.ids = order[:, : self.entries].contiguous()
         logp = (2 * randn(self.tokens, self.vocabulary)).log_softmax(dim=-1)
         self.logp = logp.gather(1, self.ids).float()
@@ -72,11 +78,11 @@ class Sparse:
 
 def assert_close(got, expected, *, rtol=2e-5, atol=2e-6):
     for value, right in zip(got, expected, strict=True):
-        torch.testing.assert_close(value.double(), right, rtol=rtol, atol=atol)
+        torch.testing.assert_close(value.double(), right.double(), rtol=rtol, atol=atol)
 
 
-WEIGHTS = torch.tensor([0.0, 2.0, 0.5] * 4 + [0.0])
-COUNTS = torch.tensor([0, 1, 2, 3, 4, 5] * 2 + [5])
+WEIGHTS = torch.tensor([0.0, 2.0, 0.5] * 4 + [0.0], device=DEVICE)
+COUNTS = torch.tensor([0, 1, 2, 3, 4, 5] * 2 + [5], device=DEVICE)
 OPTIONS = {
     "plain": {},
     "counts": {"counts": COUNTS},
@@ -110,6 +116,55 @@ def test_plain_torch_equals_the_formula(tail, bias, options):
     case = Sparse(dtype=torch.float64, options=options, bias=bias)
     case.ids %= V - 7
     assert_close(case.outcome(tail=tail, chunk_tokens=4), case.expected(tail), rtol=1e-10, atol=1e-12)
+
+
+PAIRS = list(combinations([name for name in OPTIONS if name not in ("plain", "after the product", "all")], 2))
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS, ids="+".join)
+def test_pairs_of_options(one, other):
+    """Plain PyTorch for every tail; the kernels for one, which changes from pair to pair, no worse than it."""
+    options = OPTIONS[one] | OPTIONS[other]
+    for tail in TAILS:
+        case = Sparse(dtype=torch.float64, options=options, bias=True)
+        case.ids %= V - 7
+        assert_close(case.outcome(tail=tail, chunk_tokens=4), case.expected(tail), rtol=1e-10, atol=1e-12)
+    if has_triton():
+        number = PAIRS.index((one, other))
+        case = Sparse(options=options, bias=number % 2 == 0)
+        case.ids %= V - 7
+        assert_no_worse(case, TAILS[number % len(TAILS)], chunk_tokens=5)
+
+
+def assert_no_worse(case, tail, *, margin=2e-6, scales=None, **more):
+    """The kernels' errors, against float64 and relative to the plain version's, plus `margin` of a value's size."""
+    right = case.expected(tail)
+    plain = case.outcome(tail=tail, implementation="torch", **more)
+    kernels = case.outcome(tail=tail, implementation="triton", **more)
+    for got, other, exact, scale in zip(kernels, plain, right, scales or right, strict=True):
+        error, plain_error = ((x.double() - exact).norm() for x in (got, other))
+        assert error <= 1.5 * plain_error + margin * scale.norm()
+
+
+@NEEDS_TRITON
+@BY_TAIL
+@pytest.mark.parametrize("student", ["far", "near", "equal", "peaked", "flat"])
+def test_students_far_from_and_near_to_the_teacher(tail, student):
+    case = Sparse(tokens=6)
+    scales = case.expected(tail)  # of gradients that are not near 0
+    size = {"peaked": 8.0, "flat": 0.01}.get(student, 1.0)
+    with torch.no_grad():
+        case.leaves[1] *= size
+    if student in ("near", "equal"):
+        own = case.leaves[0].detach().double() @ case.leaves[1].detach().double().T
+        noise = 0.01 if student == "near" else 0.0
+        logp = (own + noise * torch.linspace(-1, 1, V, dtype=torch.float64).to(own)).log_softmax(-1)
+        case.logp = logp.gather(1, case.ids).float()
+    plain = case.outcome(tail=tail, implementation="torch")
+    assert_close(plain, case.expected(tail))
+    assert_no_worse(case, tail, scales=scales)
+    if student == "equal" and tail == "ghost":  # the minimum
+        assert all(value.norm() <= 1e-5 * scale.norm() for value, scale in zip(plain, scales, strict=True))
 
 
 @BY_TAIL
@@ -210,6 +265,26 @@ def test_the_truncated_minimum_counts_what_the_loss_counts():
     assert got.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logp": [[-1.0]]}, "truncated_minimum: logp is a list"),
+        ({"logp": torch.zeros(N)}, r"logp has shape \[13\]\n.*\[N, K\]"),
+        ({"logp": torch.zeros(N, K).long()}, "logp is torch.int64"),
+        ({"logp": torch.full((N, K), torch.nan)}, r"logp\[0, 0\] is nan"),
+        ({"logp": torch.zeros(N, K)}, "row 0 of logp add up to 5"),
+        ({"counts": torch.full((N,), K + 1)}, r"counts\[0\] is 6"),
+        ({"counts": COUNTS[1:]}, r"counts is torch.int64 \[12\]"),
+        ({"token_weight": -WEIGHTS}, r"token_weight\[1\] is -2.0"),
+        ({"denominator": 0.0}, "denominator is 0.0"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_a_bad_argument_of_the_minimum_is_named(change, message):
+    with pytest.raises(FxskipError, match=message):
+        truncated_minimum(**on_device({"logp": Sparse().logp} | change))
+
+
 @IMPLEMENTATIONS
 def test_masked_rows_may_hold_anything(implementation):
     case = Sparse(options={"token_weight": WEIGHTS})
@@ -261,11 +336,36 @@ def test_only_what_is_wanted_is_computed():
     assert spy.products == 1
 
 
-def test_unvalidated_calls_read_nothing_from_the_device():
-    case = Sparse(options={"counts": COUNTS, "denominator": torch.tensor(5.0)})
+@pytest.mark.parametrize("half", [WEIGHTS, COUNTS.clamp_max(1)], ids=["", "other weights"])
+def test_masked_tokens_are_in_no_product(half):
+    case = Sparse(options={"token_weight": half.float()})
     with Spy() as spy:
-        case.call(validate=False).backward()
-    assert spy.host_reads == 0
+        case.call(chunk_tokens=5)
+    assert spy.flops == 3 * 2 * int((half > 0).sum()) * D * V
+
+
+def test_the_operator_is_what_the_compiler_is_told():
+    case = Sparse(bias=True)
+    with patch("fxskip.loss.sparse_kl.sparse_kl_operator", wraps=sparse_kl_operator) as called:
+        case.call(token_weight=WEIGHTS, counts=COUNTS)
+    checks = "test_schema", "test_autograd_registration", "test_faketensor"
+    torch.library.opcheck(sparse_kl_operator, called.call_args.args, test_utils=checks)
+
+
+def test_unvalidated_calls_read_nothing_from_the_device():
+    """Fake tensors have no values: whatever asks for one, where a GPU would be waited for, raises."""
+    case = Sparse(bias=True, options={"counts": COUNTS, "denominator": torch.tensor(5.0)})
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        case.leaves = [mode.from_tensor(leaf) for leaf in case.leaves]
+        case.ids, case.logp = mode.from_tensor(case.ids), mode.from_tensor(case.logp)
+        case.options = {name: mode.from_tensor(value) for name, value in case.options.items()}
+        with patch("fxskip.loss.sparse_kl.sparse_kl_operator", wraps=sparse_kl_operator) as called:
+            case.call(validate=False).backward()  # the checks around the operator, and its derivative
+            with torch.no_grad():
+                sparse_kl_operator._init_fn(*called.call_args.args)  # what it does
+            case.call(validate=True)
+            with torch.no_grad(), pytest.raises(DataDependentOutputException):
+                sparse_kl_operator._init_fn(*called.call_args.args)
 
 
 @IMPLEMENTATIONS
@@ -315,7 +415,7 @@ def test_compiled_checkpointed_and_under_autocast():
         assert all(torch.equal(a, 2 * b) for a, b in zip(got, expected, strict=True))
         for leaf in case.leaves:
             leaf.grad = None
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         assert torch.equal(case.call(), expected[0])
 
 
@@ -381,7 +481,7 @@ def test_a_bad_argument_is_named(change, message):
     case = Sparse()
     arguments = {"hidden": case.leaves[0], "weight": case.leaves[1], "ids": case.ids, "logp": case.logp}
     with pytest.raises(FxskipError, match=message):
-        sparse_kl(**(arguments | change))
+        sparse_kl(**on_device(arguments | change))
 
 
 @NEEDS_TRITON

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fxskip.loss import hidden_kl, sparse_kl
+from fxskip.loss.products import multiply_into
 from fxskip.loss.tails import TAILS
 from tests.loss.sparse_formulas import loss_and_gradients, relative_error, seeded_teacher
 
@@ -113,6 +114,16 @@ def test_equal_bits_and_no_growth_with_the_number_of_chunks():
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
         # Roundings of logits, of their gradient, of the result.
         assert relative_error(runs[0][1], right) < 3e-3
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_products_of_a_rank_that_holds_no_columns(add):
+    gradient, states = torch.empty(5, 0, device="cuda").bfloat16(), torch.ones(5, 8, device="cuda").bfloat16()
+    d_weight = torch.empty(0, 8, device="cuda")
+    multiply_into(d_weight, gradient.T, states, add=add)
+    d_hidden = torch.full((5, 8), torch.nan, device="cuda").bfloat16()
+    multiply_into(d_hidden, gradient, states[:0])
+    assert not d_hidden.any()
 
 
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32])

@@ -78,5 +78,8 @@ def test_list_schedules_reach_the_optimum(layers, farskip, times):
     costs = COSTS | {name: times * COSTS[name] for name in ("dispatch", "combine")}
     forward = decoder(layers, farskip=farskip, costs=costs)
     for graph in (forward, derive_backward(forward), derive_backward(forward, split_weights=True)):
-        bound = solve_optimal(graph, seconds=20).bound_us
-        assert solve(graph).makespan_us <= bound * 1.005
+        found = solve_optimal(graph, seconds=20)
+        makespan = solve(graph).makespan_us
+        assert makespan <= found.schedule.makespan_us * 1.005
+        # On a slow machine 20 s do not prove every optimum; the bound holds all the same.
+        assert makespan <= found.bound_us * (1.0001 if found.is_optimal else 1.01)

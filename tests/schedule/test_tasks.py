@@ -75,6 +75,9 @@ def test_an_unknown_name_suggests_a_known_one(needs, where):
         ({"bytes_in_flight": -3, "lane": "expert"}, "bytes_in_flight is -3"),
         ({"bytes_in_flight": 3}, "3 bytes in flight on the lane 'compute'"),
         ({"lane": ""}, "no lane"),
+        ({"kernel": "medium"}, "kernel is 'medium'"),
+        ({"work": "gemm"}, "work is 'gemm'"),
+        ({"may_cross": "both"}, "may_cross is 'both'"),
     ],
 )
 def test_values_that_no_task_has(fields, found):

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fxskip.runtime.program import Program, Step
-from fxskip.runtime.scheduled_backward import ScheduledRegion
-from fxskip.runtime.weight_gradients import product
-from tests.runtime.random_programs import plain
+from fxskip.backward.program import Program, Step
+from fxskip.backward.scheduled_region import ScheduledRegion
+from fxskip.backward.weight_gradients import product
+from tests.backward.random_programs import plain
 from tests.training_loop.ranks import run_on_ranks
 
 D = 6

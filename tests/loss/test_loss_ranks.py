@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fxskip.errors import FxskipError
-from fxskip.loss import sparse_kl
+from fxskip.loss import hidden_kl, sparse_kl
 from fxskip.loss.sparse_baselines import dense_sparse_kl, forward_chunked_sparse_kl, full_chunked_sparse_kl
+from tests.loss.formulas import Case
 from tests.loss.sparse_formulas import loss_and_gradients
 from tests.loss.test_sparse_kl import COUNTS, WEIGHTS, D, K, N, Sparse, V, assert_close, has_triton
 from tests.ranks import run_ranks
@@ -21,6 +22,8 @@ PADDED = V + 6
 
 def one_rank(rank: int) -> None:
     equal_to_one_process(rank)
+    an_online_teacher_equals_one_process(rank)
+    a_rank_may_hold_nothing_but_padding(rank)
     gradients_agree_with_autograd(rank)
     data_parallel_ranks_add_up(rank)
     wrong_shards_are_refused(rank)
@@ -51,6 +54,54 @@ def equal_to_one_process(rank: int) -> None:
                 implementation=implementation, chunk_tokens=4, **options,
             )  # fmt: skip
             assert_close([loss.detach(), *torch.autograd.grad(loss, leaves)], right)
+
+
+def an_online_teacher_equals_one_process(rank: int) -> None:
+    """Student and teacher of different widths; the masses of a rank differ between them."""
+    shard = [slice(0, 30), slice(30, PADDED)][rank]
+    for options in (
+        {"beta": 0.0},
+        {"beta": 1.0, "scale": 0.7, "softcap": 3.0, "temperature": 0.6},
+        {"beta": 0.3, "token_weight": WEIGHTS, "denominator": 5.0},
+    ):
+        case = Case(vocabulary=PADDED, bias=True)
+        with torch.no_grad():
+            case.biases["student_bias"][:20] += 2.0
+        hidden, weight, bias = case.student
+        right = case.expected(vocabulary=V, **options)
+        right = [right[0], right[1], right[2][shard], right[3][shard]]
+        # The interpreter takes its time: forward KL is the reverse with other sums.
+        is_interpreted = options["beta"] > 0 and has_triton()
+        for implementation in ("torch", "triton") if is_interpreted else ("torch",):
+            leaves = [hidden, *(leaf.detach()[shard].requires_grad_() for leaf in (weight, bias))]
+            loss = hidden_kl(
+                *leaves[:2], case.teacher_hidden, case.teacher_weight[shard], student_bias=leaves[2],
+                teacher_bias=case.biases["teacher_bias"][shard], vocabulary=V, group=dist.group.WORLD,
+                implementation=implementation, chunk_tokens=4, **options,
+            )  # fmt: skip
+            assert_close([loss.detach(), *torch.autograd.grad(loss, leaves)], right)
+
+
+def a_rank_may_hold_nothing_but_padding(rank: int) -> None:
+    """As where the padded size of a vocabulary is a multiple of the number of ranks, times some block."""
+    shard = [slice(0, V), slice(V, 2 * V)][rank]
+    case, pair = Sparse(vocabulary=2 * V), Case(vocabulary=2 * V)
+    case.ids %= V
+    options = {"vocabulary": V, "group": dist.group.WORLD}
+    right = loss_and_gradients("ghost", case.leaves, case.ids, case.logp, vocabulary=V)
+    for implementation in ("torch", "triton") if has_triton() else ("torch",):
+        options["implementation"] = implementation
+        leaves = [case.leaves[0], case.leaves[1].detach()[shard].requires_grad_()]
+        loss = sparse_kl(*leaves, case.ids, case.logp, tail="ghost", **options)
+        got = [loss.detach(), *torch.autograd.grad(loss, leaves)]
+        assert_close(got, [right[0], right[1], right[2][shard]])
+        for beta in (0.0, 0.5, 1.0) if implementation == "torch" else (0.5,):
+            expected = pair.expected(vocabulary=V, beta=beta)
+            leaves = [pair.student_hidden, pair.student_weight.detach()[shard].requires_grad_()]
+            teacher = pair.teacher_hidden, pair.teacher_weight[shard]
+            loss = hidden_kl(*leaves, *teacher, beta=beta, **options)
+            got = [loss.detach(), *torch.autograd.grad(loss, leaves)]
+            assert_close(got, [expected[0], expected[1], expected[2][shard]])
 
 
 def gradients_agree_with_autograd(rank: int) -> None:
@@ -114,6 +165,10 @@ def wrong_shards_are_refused(rank: int) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="gloo has the CPU's tensors; fxskip bench loss --ranks 2 compares on GPUs",
+)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     run_ranks(one_rank, RANKS, tmp_path / "store")

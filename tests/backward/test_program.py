@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from fxskip.backward.program import Event, Program, Step, backward_order, forward_order
 from fxskip.errors import PassError, ScheduleError
-from fxskip.runtime.program import Event, Program, Step, backward_order, forward_order
 
 
 def step(name: str, inputs: str, outputs: str, random: bool = False) -> Step:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxskip.runtime.scheduled_backward import ScheduledRegion
-from tests.runtime.random_programs import copies, loss_of, plain, random_case
+from fxskip.backward.scheduled_region import ScheduledRegion
+from tests.backward.random_programs import copies, loss_of, plain, random_case
 
 
 def assert_same(got: Any, want: Any, what: str) -> None:

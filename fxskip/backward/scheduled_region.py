@@ -20,13 +20,13 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fxskip.backward.inner_graph import SavedTensors, hooks_of_the_caller
+from fxskip.backward.program import Program, backward_order, forward_order
+from fxskip.backward.region_call import Examined, RegionCall, differentiates_by_another, require_results
+from fxskip.backward.region_plan import Plan
+from fxskip.backward.shared_casts import shares_casts
+from fxskip.backward.step_values import StepValues, random_state
 from fxskip.errors import PassError, ScheduleError
-from fxskip.runtime.inner_graph import SavedTensors, hooks_of_the_caller
-from fxskip.runtime.program import Program, backward_order, forward_order
-from fxskip.runtime.region_call import Examined, RegionCall, differentiates_by_another, require_results
-from fxskip.runtime.region_plan import Plan
-from fxskip.runtime.shared_casts import shares_casts
-from fxskip.runtime.step_values import StepValues, random_state
 
 
 class ScheduledRegion:

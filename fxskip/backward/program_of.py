@@ -11,11 +11,11 @@ import networkx as nx
 import torch
 from torch import fx, nn
 
+from fxskip.backward.program import Program, Step, WeightGradient
+from fxskip.backward.split_weights import input_name, split_weights
+from fxskip.backward.weight_gradients import product
 from fxskip.errors import PassError
 from fxskip.ir import is_leaf, leaf_path, op_name
-from fxskip.runtime.program import Program, Step, WeightGradient
-from fxskip.runtime.split_weights import input_name, split_weights
-from fxskip.runtime.weight_gradients import product
 
 _RANDOM = frozenset(
     {

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from fxskip.runtime.inner_graph import PRODUCTS, cut, gradients, hooks_of_the_caller, nodes
+from fxskip.backward.inner_graph import PRODUCTS, cut, gradients, hooks_of_the_caller, nodes
 
 
 def product(function: Callable[..., Tensor], weights: tuple[int, ...], *args: Any, **kwargs: Any) -> Tensor:

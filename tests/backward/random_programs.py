@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxskip.runtime.program import Program, Step
+from fxskip.backward.program import Program, Step
 
 N = 4
 """All tensors are [N, N]: any step can read any value."""

@@ -16,11 +16,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from fxskip.runtime.program import Program, Step
-from fxskip.runtime.scheduled_backward import ScheduledRegion
-from tests.runtime.random_programs import plain
-from tests.runtime.test_scheduled_backward import assert_same_gradients
-from tests.runtime.tied_program import (
+from fxskip.backward.program import Program, Step
+from fxskip.backward.scheduled_region import ScheduledRegion
+from tests.backward.random_programs import plain
+from tests.backward.test_scheduled_region import assert_same_gradients
+from tests.backward.tied_program import (
     D,
     both,
     one_step,

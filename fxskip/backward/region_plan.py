@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxskip.runtime.program import Event, Program
+from fxskip.backward.program import Event, Program
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxskip.backward.region_plan import Plan
 from fxskip.errors import PassError
 from fxskip.leaves import write_count
-from fxskip.runtime.region_plan import Plan
 
 
 class StepValues:

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxskip.runtime.program import Program, Step
-from fxskip.runtime.scheduled_backward import ScheduledRegion
-from tests.runtime.random_programs import plain
-from tests.runtime.test_scheduled_backward import assert_same_gradients
-from tests.runtime.tied_program import (
+from fxskip.backward.program import Program, Step
+from fxskip.backward.scheduled_region import ScheduledRegion
+from tests.backward.random_programs import plain
+from tests.backward.test_scheduled_region import assert_same_gradients
+from tests.backward.tied_program import (
     TIED,
     D,
     both,
@@ -119,8 +119,8 @@ def test_without_gradients_nothing_of_autograd_is_built(
     inputs = leaves()
     want = plain(TIED, list(inputs.values()))[0]
     region = tied_region()
-    monkeypatch.setattr("fxskip.runtime.scheduled_backward.RegionCall", None)
-    monkeypatch.setattr("fxskip.runtime.scheduled_backward._Piece", None)
+    monkeypatch.setattr("fxskip.backward.scheduled_region.RegionCall", None)
+    monkeypatch.setattr("fxskip.backward.scheduled_region._Piece", None)
     with mode():
         (got,) = region(*inputs.values())
     assert torch.equal(got, want)
@@ -129,7 +129,7 @@ def test_without_gradients_nothing_of_autograd_is_built(
 
 def test_nothing_is_built_where_nothing_wants_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     region = tied_region()
-    monkeypatch.setattr("fxskip.runtime.scheduled_backward.RegionCall", None)
+    monkeypatch.setattr("fxskip.backward.scheduled_region.RegionCall", None)
     assert not region(*leaves(gradient=False).values())[0].requires_grad
 
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from fxskip.backward.gradient_sum import GradientSum
+from fxskip.backward.inner_graph import PRODUCTS, Use, cut, gradients, reached, record, stray, uses
+from fxskip.backward.program import Event, Step
+from fxskip.backward.region_plan import Plan
+from fxskip.backward.shared_casts import Edges, SharedCasts, shares_casts
+from fxskip.backward.weight_gradients import WeightQueue
 from fxskip.errors import PassError
-from fxskip.runtime.gradient_sum import GradientSum
-from fxskip.runtime.inner_graph import PRODUCTS, Use, cut, gradients, reached, record, stray, uses
-from fxskip.runtime.program import Event, Step
-from fxskip.runtime.region_plan import Plan
-from fxskip.runtime.shared_casts import Edges, SharedCasts, shares_casts
-from fxskip.runtime.weight_gradients import WeightQueue
 
 Examined = dict[tuple[int, frozenset[str]], bool]
 """For a step, and what of its inputs wanted gradients: whether all of these could get one. That its graph was looked

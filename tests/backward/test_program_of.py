@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from fxskip.backward.program import WeightGradient
+from fxskip.backward.program_of import attribute_values, program_of
+from fxskip.backward.scheduled_region import ScheduledRegion
+from fxskip.backward.weight_gradients import WeightQueue
 from fxskip.errors import PassError
 from fxskip.leaves import run_leaf
-from fxskip.runtime.program import WeightGradient
-from fxskip.runtime.program_of import attribute_values, program_of
-from fxskip.runtime.scheduled_backward import ScheduledRegion
-from fxskip.runtime.weight_gradients import WeightQueue
-from tests.runtime.random_programs import random_backward, random_forward
+from tests.backward.random_programs import random_backward, random_forward
 
 TOKENS, WIDTH, EXPERTS = 12, 8, 3
 

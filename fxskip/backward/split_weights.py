@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 from torch import fx
 
+from fxskip.backward.program import WeightGradient
 from fxskip.ir import op_name, value
-from fxskip.runtime.program import WeightGradient
 
 _POSITIONS: dict[str, tuple[int, ...]] = {
     "linear": (1, 2),

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxskip.backward.program import Program, Step
+from fxskip.backward.scheduled_region import ScheduledRegion
 from fxskip.errors import PassError, ScheduleError
-from fxskip.runtime.program import Program, Step
-from fxskip.runtime.scheduled_backward import ScheduledRegion
-from tests.runtime.random_programs import plain
-from tests.runtime.tied_program import (
+from tests.backward.random_programs import plain
+from tests.backward.tied_program import (
     leaves,
     one_step,
     tied_region,

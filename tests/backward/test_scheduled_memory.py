@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxskip.runtime.program import Program, Step
-from fxskip.runtime.scheduled_backward import ScheduledRegion
-from tests.runtime.random_programs import plain
+from fxskip.backward.program import Program, Step
+from fxskip.backward.scheduled_region import ScheduledRegion
+from tests.backward.random_programs import plain
 
 TOKENS, WIDTH, LAYERS = 64, 32, 5
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from fxskip.runtime.gradient_sum import GradientSum
-from fxskip.runtime.inner_graph import Use, gradients, uses
+from fxskip.backward.gradient_sum import GradientSum
+from fxskip.backward.inner_graph import Use, gradients, uses
 
 Edges = list[tuple[str, GradientEdge]]
 """Values by name, with the edges at which their gradients arrive."""

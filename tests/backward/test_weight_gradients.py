@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fxskip.runtime.program import Program, Step
-from fxskip.runtime.scheduled_backward import ScheduledRegion
-from fxskip.runtime.weight_gradients import product
-from tests.runtime.random_programs import plain
+from fxskip.backward.program import Program, Step
+from fxskip.backward.scheduled_region import ScheduledRegion
+from fxskip.backward.weight_gradients import product
+from tests.backward.random_programs import plain
 
 E, T, D, H = 3, 6, 8, 16
 """Experts, tokens of each, width, hidden width."""

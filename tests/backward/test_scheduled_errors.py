@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxskip.runtime.program import Program, Step
-from fxskip.runtime.scheduled_backward import ScheduledRegion
-from tests.runtime.random_programs import copies, loss_of, plain, random_case
-from tests.runtime.test_scheduled_backward import assert_same_gradients
-from tests.runtime.tied_program import (
+from fxskip.backward.program import Program, Step
+from fxskip.backward.scheduled_region import ScheduledRegion
+from tests.backward.random_programs import copies, loss_of, plain, random_case
+from tests.backward.test_scheduled_region import assert_same_gradients
+from tests.backward.tied_program import (
     BACKWARD,
     FORWARD,
     TIED,
