@@ -63,6 +63,7 @@ def timeline(
             hint=f"the schedule goes from 0 to {schedule.makespan_us:g} us",
         )
     column_us = _column(end_us - start_us, width)
+    start_us -= start_us % column_us
     lanes = sorted(
         {one.lane for one in schedule.placed}, key=lambda lane: (lane != COMPUTE, lane != HOST, lane)
     )
@@ -114,10 +115,15 @@ def _row(tasks: Sequence[Placed], start_us: float, column_us: float, columns: in
 
 
 def _box(name: str, width: int, fill: str) -> str:
-    """`[name---]`, with as much of the name as fits; the last parts of a dotted name say most."""
+    """`[name---]`, with as much of the name as fits; the last parts of a dotted name say most.
+
+    That it is of the backward pass, the title says.
+    """
     if width < 3:
         return "|" * width
-    short = name if len(name) <= width - 2 else name.rpartition(".")[2]
+    short = name if len(name) <= width - 2 else name.removesuffix(".bwd")
+    while len(short) > width - 2 and "." in short:
+        short = short.partition(".")[2]
     return "[" + short[: width - 2].ljust(width - 2, fill) + "]"
 
 

@@ -60,6 +60,8 @@ class Stepper:
     batch: Mapping[str, Any]
     device: torch.device
     gradients: bool
+    together: bool
+    """Other ranks run the same steps."""
 
     def run(self, between: Callable[[], None] = lambda: None) -> None:
         """One step: forward and, with gradients, backward; `between` is called after each of the two."""
@@ -84,9 +86,14 @@ class Stepper:
         for parameter in self.model.parameters():
             parameter.grad = None
 
+    def meet(self) -> None:
+        """Wait for all ranks, so that a step begins on all of them at once."""
+        if self.together:
+            dist.barrier()
+
     def timed(self) -> Times:
         """A step of which nothing but its time is known."""
-        meet()
+        self.meet()
         clock = Clock.begin(self.device)
         marks = []
         self.run(lambda: marks.append(clock.mark()))
@@ -96,7 +103,7 @@ class Stepper:
 
     def recorded(self) -> tuple[StepRecord, dict[int, RegionSchedule | None]]:
         """A step with each task and collective, and what its layers were scheduled by."""
-        meet()
+        self.meet()
         recorder = Recorder(self.device)
         with watched_by(recorder):
             self.run(recorder.end_phase)
@@ -104,7 +111,7 @@ class Stepper:
 
     def profiled(self) -> tuple[Kernel, ...]:
         """A step under the profiler of PyTorch."""
-        meet()
+        self.meet()
         return kernels_of(self.run)
 
 
@@ -141,12 +148,6 @@ def run_modes(
 def median_over_ranks(per_rank: Sequence[Sequence[float]]) -> float:
     """Of steps, each of which is as long as on its slowest rank, the median."""
     return statistics.median(max(step) for step in zip(*per_rank, strict=True))
-
-
-def meet() -> None:
-    """Wait for all ranks, so that a step begins on all of them at once."""
-    if dist.is_available() and dist.is_initialized():
-        dist.barrier()
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def trace(
     assert parallel is None or isinstance(parallel, RegionParallel)
     device = next(model.parameters()).device
     why_no_gradients = _why_no_gradients(model)
-    stepper = Stepper(student, batch, device, not why_no_gradients)
+    stepper = Stepper(student, batch, device, not why_no_gradients, parallel is not None)
     modes: tuple[Mode, ...] = tuple(MODES) if parallel is not None else ("as it is",)
     runs, found = run_modes(stepper, modes, steps)
     schedules = [found.get(number) for number in range(len(layers))]

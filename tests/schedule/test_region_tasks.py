@@ -80,7 +80,7 @@ def test_a_start_stands_right_behind_its_last_producer() -> None:
     for spec in ("farskip", "ladder"):
         one = drawn("deepseek_v2", spec)
         tasks = tasks_of(one)
-        order = region_schedule(tasks, one.parallel).order
+        order = region_schedule("region", tasks, one.parallel).schedule.order
         for at, name in enumerate(order):
             task = tasks.graph[name]
             if task.is_collective:
@@ -111,8 +111,8 @@ def test_cp_sat_orders_it_too() -> None:
     one = drawn("deepseek_v2", "farskip")
     tasks = tasks_of(one)
     wish = replace(one.parallel, schedule=Schedule(solver="cp_sat"))
-    found = region_schedule(tasks, wish)
-    assert found.makespan_us <= region_schedule(tasks, one.parallel).makespan_us * (1 + 1e-9)
+    found = region_schedule("region", tasks, wish).schedule
+    assert found.makespan_us <= region_schedule("region", tasks, one.parallel).schedule.makespan_us * (1 + 1e-9)
 
 
 def test_measured_costs_replace_estimates(tmp_path: Path) -> None:
@@ -124,12 +124,12 @@ def test_measured_costs_replace_estimates(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(table))
     wish = replace(one.parallel, schedule=Schedule(costs=str(path)))
-    found = region_schedule(tasks, wish)
+    found = region_schedule("region", tasks, wish).schedule
     assert {round(one.end_us - one.start_us, 6) for one in found.placed} == {7.0}
     del table["costs_us"]["dispatch"]
     path.write_text(json.dumps(table))
     with pytest.raises(ScheduleError, match="no cost for dispatch"):
-        region_schedule(tasks, wish)
+        region_schedule("region", tasks, wish)
 
 
 def test_a_cap_that_no_order_keeps() -> None:
@@ -138,7 +138,7 @@ def test_a_cap_that_no_order_keeps() -> None:
     tasks = region_tasks(one.units, costs, repeats=True)
     huge = replace(tasks, graph=_with_bytes(tasks, 1 << 40))
     with pytest.raises(ScheduleError, match="bytes in flight"):
-        region_schedule(huge, one.parallel)
+        region_schedule("region", huge, one.parallel)
 
 
 def _with_bytes(tasks: RegionTasks, held: int):
