@@ -54,8 +54,8 @@ class Watcher(Protocol):
     def enter(self, place: Place | None) -> None:
         """What runs from here on belongs to `place`; None: to nothing that is measured."""
 
-    def made(self, value: Any) -> None:
-        """A node of the place that was entered last gave this."""
+    def made(self, place: Place | None, values: Any) -> None:
+        """What ran at `place` until now gave these values to others."""
 
     def flight(self, name: str) -> FlightWatch:
         """The collective of that name is about to be issued."""

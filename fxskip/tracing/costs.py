@@ -47,6 +47,6 @@ def _of_step(record: StepRecord) -> list[tuple[str, float]]:
     sums: dict[tuple[int, str], float] = {}
     for task in record.tasks:
         if task.phase == "forward":
-            sums[task.layer, task.role] = sums.get((task.layer, task.role), 0.0) + task.busy_us
+            sums[task.layer, task.role] = sums.get((task.layer, task.role), 0.0) + task.us
     forward = [(role, us) for (_, role), us in sums.items()]
     return forward + [(one.role, one.us) for one in record.flights if one.phase == "forward"]

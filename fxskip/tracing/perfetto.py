@@ -93,7 +93,7 @@ class _Process:
     def step(self, record: StepRecord) -> None:
         """What was measured of one step."""
         for task in record.tasks:
-            self.slice(task.lane, task.name, task.start_us, task.end_us, task.phase, busy_us=task.busy_us)
+            self.slice(task.lane, task.name, task.start_us, task.end_us, task.phase)
         for one in record.flights:
             self.slice(one.lane, one.name, one.issued_us, one.done_us, one.phase, bytes=one.bytes)
             self.slice(COMPUTE, f"start {one.name}", one.called_us, one.issued_us, one.phase)

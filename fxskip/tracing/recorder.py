@@ -3,15 +3,14 @@
     tasks        forward, the nodes of a region that belong to one task; backward, the autograd nodes that they made
     collectives  from the issue until the result is there. On a GPU the end is read in a stream that does nothing else
 
-On the host of a CPU times are those of the work. On a GPU they are those of the stream that the work is enqueued in,
-and `host` tasks are timed on the host.
+On a CPU times are those of the work. On a GPU they are those of the stream that the work is enqueued in, with what the
+stream waits for its host between two kernels; tasks of the host are timed on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,23 +19,22 @@ from torch.utils import _pytree as pytree
 
 from fxskip.collectives.measuring import Place
 from fxskip.schedule.order_region import RegionSchedule
-from fxskip.schedule.tasks import HOST
+from fxskip.schedule.tasks import COMPUTE, HOST
 from fxskip.tracing.clocks import Clock, Mark, finish
 from fxskip.tracing.records import Flight, Phase, StepRecord, Task
 
 _REVERSE = "gradient of "
-_LEAF_NODE = "AccumulateGrad"
+_ACCUMULATION = "AccumulateGrad"
 
 
 @dataclass
 class _Open:
-    """Something whose times are not read yet. `parts` are its single stretches of work."""
+    """A stretch of a task whose times are not read yet."""
 
     place: Place
     phase: Phase
     start: Mark
     end: Mark
-    parts: list[tuple[Mark, Mark]] = field(default_factory=list)
 
 
 class _FlightWatch:
@@ -46,7 +44,6 @@ class _FlightWatch:
         self.recorder = recorder
         self.name, self.phase = name, recorder.phase
         self.place = recorder.place_of(name)
-        recorder.interrupt()
         self.bytes = 0
         self.called = recorder.clock.mark()
         self.start: Mark | None = None
@@ -72,7 +69,6 @@ class _FlightWatch:
         self.done = self.recorder.clock.host_mark()
 
     def waits(self) -> None:
-        self.recorder.interrupt()
         self.wait = self.recorder.clock.mark()
 
     def landed(self) -> None:
@@ -102,11 +98,10 @@ class Recorder:
         self.schedules: dict[int, RegionSchedule | None] = {}
         self._tasks: list[_Open] = []
         self._place: Place | None = None
+        """Of what runs: of the forward, or with another name of the backward or a recomputation."""
         self._roles: dict[str, list[Place]] = {}
         self._claimed: set[Any] = set()
         self._side: torch.cuda.Stream | None = None
-        self._may_join = False
-        self._running: list[_Open] = []
         self._ends: dict[Phase, Mark] = {}
 
     # --- what `Watcher` asks for ---
@@ -114,77 +109,57 @@ class Recorder:
     def enter_region(self, layer: int, schedule: Any, inputs: Sequence[Any]) -> None:
         """Whatever made the inputs belongs to no task of this region."""
         self.schedules[layer] = schedule
-        self._claimed |= {t.grad_fn for t in inputs if isinstance(t, Tensor) and t.grad_fn is not None}
+        for tensor in inputs:
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                self._claim(tensor.grad_fn, None)
 
     def enter(self, place: Place | None) -> None:
-        """End the task that runs, and begin that of `place`; one that goes on goes on."""
-        if place == self._place:
-            return
-        self._close()
-        self._place = place
-        if place is not None and self._is_timed(place):
-            now = self._mark(place)
-            self._tasks.append(_Open(self._named(place), self.phase, now, now))
+        """End the task that runs, and begin that of `place`."""
+        self._switch(self._named(place))
 
-    def made(self, value: Any) -> None:
-        """Claim the autograd nodes that the value newly has, to know their task when they run backward."""
+    def made(self, place: Place | None, values: Any) -> None:
+        """Claim the autograd nodes that the values newly have, to know their task when they run backward."""
         if not torch.is_grad_enabled():
             return
-        todo = [t.grad_fn for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+        todo = [t.grad_fn for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
         while todo:
             node = todo.pop()
-            if node is None or node in self._claimed or node.name().endswith(_LEAF_NODE):
-                continue
-            self._claimed.add(node)
-            if self._place is not None and self._is_timed(self._place):
-                node.register_prehook(partial(self._begin_backward, self._place))
-                node.register_hook(partial(self._end_backward))
-            todo += [following for following, _ in node.next_functions]
+            # What adds up a parameter's gradient counts to the task that runs before it.
+            if node is not None and node not in self._claimed and not node.name().endswith(_ACCUMULATION):
+                self._claim(node, place)
+                todo += [following for following, _ in node.next_functions]
 
     def flight(self, name: str) -> _FlightWatch:
         """Begin to watch the collective of that name."""
         return _FlightWatch(self, name)
 
-    # --- forward ---
+    # --- tasks ---
 
-    def _close(self) -> None:
-        if self._place is not None and self._is_timed(self._place):
-            task = self._tasks[-1]
-            task.end = self._mark(self._place)
-            task.parts.append((task.start, task.end))
+    def _claim(self, node: Any, place: Place | None) -> None:
+        if node not in self._claimed:
+            self._claimed.add(node)
+            backward = place and Place(place.layer, f"{place.role}.bwd", place.lane)
+            node.register_prehook(lambda _: self._switch(backward))
 
-    def interrupt(self) -> None:
-        """A collective is issued or waited for: what runs is cut in two, so that no task holds the time of a wait."""
-        self._may_join = False
+    def _switch(self, place: Place | None) -> None:
+        """What runs from here on belongs to `place`."""
+        if place == self._place:
+            return
+        if self._place is not None and _is_timed(self._place):
+            self._tasks[-1].end = self._mark(self._place)
+        self._place = place
+        if place is not None and _is_timed(place):
+            now = self._mark(place)
+            self._tasks.append(_Open(place, self.phase, now, now))
 
-    def _named(self, place: Place) -> Place:
+    def _named(self, place: Place | None) -> Place | None:
         """In a recomputation tasks run again, and are others."""
-        again = self.phase == "backward"
-        return Place(place.layer, f"{place.role}.again", place.lane) if again else place
+        if place is None or self.phase == "forward":
+            return place
+        return Place(place.layer, f"{place.role}.again", place.lane)
 
     def _mark(self, place: Place) -> Mark:
         return self.clock.host_mark() if place.lane == HOST else self.clock.mark()
-
-    def _is_timed(self, place: Place) -> bool:
-        """Tasks of compute and host; those of collectives are known by their flights."""
-        return place.lane in ("compute", HOST)
-
-    # --- backward ---
-
-    def _begin_backward(self, place: Place, gradients: Any) -> None:
-        of = Place(place.layer, f"{place.role}.bwd", place.lane)
-        now = self.clock.mark()
-        last = self._tasks[-1] if self._tasks else None
-        if last is None or not self._may_join or last.place != of:
-            self._tasks.append(_Open(of, "backward", now, now))
-            self._may_join = True
-        self._tasks[-1].parts.append((now, now))
-        self._running.append(self._tasks[-1])
-
-    def _end_backward(self, inputs: Any, outputs: Any) -> None:
-        task = self._running.pop()  # a recomputation inside of it has added others
-        task.end = self.clock.mark()
-        task.parts[-1] = (task.parts[-1][0], task.end)
 
     # --- collectives ---
 
@@ -195,9 +170,13 @@ class Recorder:
             place = known.pop() if known else _by_name(name.removeprefix(_REVERSE))
             return Place(place.layer, f"{place.role}.bwd", place.lane)
         here = self._place
-        place = here if here is not None and not self._is_timed(here) else _by_name(name)
-        known.append(place)
-        return self._named(place)
+        if here is not None and not _is_timed(here):  # it has its number there, and ".again"
+            known.append(here)
+            return here
+        known.append(_by_name(name))
+        found = self._named(known[-1])
+        assert found is not None
+        return found
 
     def side_stream(self) -> torch.cuda.Stream:
         """A stream in which nothing but ends of collectives is noted."""
@@ -209,8 +188,7 @@ class Recorder:
 
     def end_phase(self) -> None:
         """The forward, or the backward, is over."""
-        self.enter(None)
-        self._may_join = False
+        self._switch(None)
         self._ends[self.phase] = self.clock.mark()
         self.phase = "backward"
 
@@ -219,18 +197,20 @@ class Recorder:
         finish(self.clock.device)
         us = self.clock.us
         tasks = [
-            Task(
-                t.place.layer, t.place.role, t.place.lane, t.phase, us(t.start), us(t.end),
-                sum(us(end) - us(start) for start, end in t.parts),
-            )
+            Task(t.place.layer, t.place.role, t.place.lane, t.phase, us(t.start), us(t.end))
             for t in self._tasks
-        ]  # fmt: skip
+        ]
         flights = [watch.read(self.clock) for watch in self.flights]
         return StepRecord(
             tuple(sorted(tasks, key=lambda one: one.start_us)),
             tuple(sorted(flights, key=lambda one: one.issued_us)),
             {phase: us(mark) for phase, mark in self._ends.items()},
         )
+
+
+def _is_timed(place: Place) -> bool:
+    """Tasks of compute and host are; those of collectives are known by their flights."""
+    return place.lane in (COMPUTE, HOST)
 
 
 def _by_name(name: str) -> Place:

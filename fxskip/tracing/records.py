@@ -20,12 +20,14 @@ class Task:
     phase: Phase
     start_us: float
     end_us: float
-    busy_us: float
-    """Of it, the time of the task's own operations."""
 
     @property
     def name(self) -> str:
         return f"{self.layer}.{self.role}"
+
+    @property
+    def us(self) -> float:
+        return self.end_us - self.start_us
 
 
 @dataclass(frozen=True)
