@@ -34,6 +34,7 @@ from fxskip.collectives.landing import (
     poisoned_buffers,
     under_way,
 )
+from fxskip.collectives.measuring import waits_at_once
 from fxskip.errors import PassError
 
 __all__ = [
@@ -140,7 +141,7 @@ class Flight:
 
     def _launch(self, name: str, issue: Any, tensor: Tensor) -> Landing:
         landing = launch(name, self._collective.group, issue, tensor)
-        if self._at_once:
+        if self._at_once or waits_at_once():
             landing.land()
         return landing
 

@@ -13,8 +13,9 @@ from fxskip.ir import is_matrix_product
 from fxskip.passes.place import place
 from fxskip.passes.split_collectives import is_start, is_wait
 from fxskip.passes.verify_flights import flight_plan, verify_flights
-from fxskip.schedule.order_region import _costs, order_region, region_schedule, schedules_of
+from fxskip.schedule.order_region import _costs, order_region, schedules_of
 from fxskip.schedule.region_tasks import RegionTasks, region_tasks
+from fxskip.schedule.solve_region import region_schedule
 from fxskip.schedule.tasks import HOST
 from fxskip.spec import Schedule
 from tests.schedule.regions import Drawn, declared, region
