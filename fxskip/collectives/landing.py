@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fxskip.collectives.failures import Work, issuing, tell, wait_until_done
+from fxskip.collectives.measuring import FlightWatch, watcher
 from fxskip.errors import CollectiveError
 
 
@@ -40,8 +42,9 @@ _POISONED = False
 class Landing:
     """An issued collective and, in the debug mode, the buffer full of NaN that is shown until it has landed."""
 
-    def __init__(self, name: str, group: Any, issued: Issued) -> None:
+    def __init__(self, name: str, group: Any, issued: Issued, watch: FlightWatch | None) -> None:
         self.name = name
+        self._watch = watch
         self.buffer = issued.buffer
         self.in_pass = backward_pass()
         self._group = group
@@ -58,19 +61,27 @@ class Landing:
         _UNDER_WAY.pop(self, None)
         if issued is None or issued.work is None:
             return
+        if self._watch is not None:
+            self._watch.waits()
         if issued.buffer.is_cuda:
             issued.work.wait()  # the stream waits, the host does not
         else:
             wait_until_done(self.name, self._group, issued.work)
+        if self._watch is not None:
+            self._watch.landed()
         if self.buffer is not issued.buffer:
             self.buffer.data.copy_(issued.buffer)
 
 
 def launch(name: str, group: Any, issue: Callable[[Tensor], Issued], tensor: Tensor) -> Landing:
     """Hand a collective on `tensor` to its transport. Raises CollectiveError where that fails."""
+    seen_by = watcher()
+    watch = seen_by.flight(name) if seen_by is not None else None
     with issuing(name, group):
         issued = issue(tensor)
-    return Landing(name, group, issued)
+    if watch is not None:
+        watch.issued(issued.buffer, issued.work)
+    return Landing(name, group, issued, watch)
 
 
 def drain(in_pass: int | None = None) -> list[str]:
@@ -105,9 +116,25 @@ def poisoned_buffers() -> Iterator[None]:
         _POISONED = before
 
 
+_OUTERMOST: ContextVar[int | None] = ContextVar("fxskip_outermost_pass", default=None)
+
+
 def backward_pass() -> int:
     """The number of the backward pass that runs in this thread; -1 outside of any."""
-    return int(torch._C._current_graph_task_id())
+    outermost = _OUTERMOST.get()
+    return int(torch._C._current_graph_task_id()) if outermost is None else outermost
+
+
+@contextmanager
+def one_backward_pass() -> Iterator[None]:
+    """While it is open, backward passes inside the one that runs belong to it: what they start may outlast them."""
+    number = backward_pass()
+    _look_at_end_of(number)
+    token = _OUTERMOST.set(number)
+    try:
+        yield
+    finally:
+        _OUTERMOST.reset(token)
 
 
 def _look_at_end_of(backward: int) -> None:

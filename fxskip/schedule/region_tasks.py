@@ -8,13 +8,14 @@ other, so the order is sought for several copies of the region in a row, each of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from fxskip.collectives.border import arrived_value, leave_pending, stand_in
 from fxskip.collectives.expert_parallel import start_counts, wait_counts
+from fxskip.collectives.in_flight import start_of_next
 from fxskip.ir import info, stream_inputs, stream_outputs
 from fxskip.parallel import EXPERT
 from fxskip.passes.dependencies import Unit
@@ -28,6 +29,21 @@ _COPIES = 4
 _ALMOST_NOTHING_US = 0.01
 """Of a task that only takes views: times are positive."""
 
+
+ARRIVAL = "arrival"
+"""The role of the exchange that the layer before started."""
+
+STEP = "fxskip_step"
+"""Names, in a node's metadata, the step of the region's program that the node belongs to: a task, or a wait."""
+
+
+def wait_step(role: str) -> str:
+    """The name of the step that waits for a collective."""
+    return f"{role}.wait"
+
+
+TASK = "fxskip_task"
+"""Key in a node's metadata: role and lane of the task that the node belongs to."""
 
 _ROUTES: dict[object, str] = {start_counts: "counts", wait_counts: "routing"}
 
@@ -44,13 +60,39 @@ class RegionTasks:
     first: tuple[Unit, ...]
     """Units before all tasks: what enters the region."""
     copies: int
+    counts: frozenset[str]
+    """Roles of exchanges that no gradient comes back through."""
+    leaving: frozenset[str]
+    """Roles of collectives that the next layer waits for."""
+    collectives: dict[fx.Node, str]
+    """The role of each flight."""
+
+    def mark_steps(self) -> None:
+        """Write into the nodes' metadata which step of a program they belong to."""
+        for role, group in self.roles.items():
+            for node in (n for unit in group for n in unit.nodes):
+                node.meta[STEP] = role
+        for node in (n for group in self.waits.values() for unit in group for n in unit.nodes):
+            node.meta[STEP] = wait_step(self.collectives.get(node.all_input_nodes[-1], ARRIVAL))
+
+    @property
+    def copy(self) -> int:
+        """Number of the region in the graph that stands for one between others."""
+        return max(0, self.copies - 2)
+
+    def mark(self) -> None:
+        """Note in the metadata of the units' nodes which task each belongs to."""
+        for role, group in self.roles.items():
+            place = role, self.graph[f"{self.copy}.{role}"].lane
+            for node in (n for unit in group for n in unit.nodes):
+                node.meta[TASK] = place
 
     def order(self, host_order: Sequence[str]) -> list[Unit]:
         """The units in the order that a schedule of `graph` gives a region between others."""
         found = dict.fromkeys(self.first)
         for name in host_order:
             task = self.graph[name]
-            if task.layer == max(0, self.copies - 2) and task.role in self.roles:
+            if task.layer == self.copy and task.role in self.roles:
                 found |= dict.fromkeys((*self.waits[task.role], *self.roles[task.role]))
         return list(found)
 
@@ -104,7 +146,17 @@ class _Builder:
             waits,
             tuple(u for u in self.units if self._enters(u)),
             copies,
+            frozenset(
+                r for r, group in roles.items() if self._any(group, lambda n: n.target is start_counts)
+            ),
+            frozenset(
+                r for r, group in roles.items() if self._any(group, lambda n: n.target is start_of_next)
+            ),
+            self.collective,
         )
+
+    def _any(self, group: Sequence[Unit], question: Callable[[fx.Node], bool]) -> bool:
+        return any(self._is(unit, question) for unit in group)
 
     def _add_arrival(
         self, tasks: list[Task], needs: dict[str, set[str]], roles: dict[str, list[Unit]], copies: int
@@ -115,11 +167,11 @@ class _Builder:
             return
         node = next(n for n in arriving[0].nodes if _waits(n))
         tasks.insert(
-            0, Task("0.arrival", EXPERT, self.costs.exchange_us(node), role="arrival", phase="forward")
+            0, Task(f"0.{ARRIVAL}", EXPERT, self.costs.exchange_us(node), role=ARRIVAL, phase="forward")
         )
         for role, group in roles.items():
             if any(u in unit.before for unit in group for u in arriving):
-                needs[f"0.{role}"].add("0.arrival")
+                needs[f"0.{role}"].add(f"0.{ARRIVAL}")
 
     # --- which unit belongs to which task ---
 

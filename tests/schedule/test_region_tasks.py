@@ -7,16 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from fxskip.analysis import Analysis
 from fxskip.errors import PassError, ScheduleError
 from fxskip.ir import is_matrix_product
 from fxskip.passes.place import place
 from fxskip.passes.split_collectives import is_start, is_wait
 from fxskip.passes.verify_flights import flight_plan, verify_flights
-from fxskip.schedule.order_region import _costs, order_region, region_schedule, schedules_of
+from fxskip.schedule.order_region import _costs, order_region, schedules_of
 from fxskip.schedule.region_tasks import RegionTasks, region_tasks
+from fxskip.schedule.solve_region import region_schedule
 from fxskip.schedule.tasks import HOST
 from fxskip.spec import Schedule
-from tests.schedule.regions import Drawn, region
+from tests.schedule.regions import Drawn, declared, region
+from tests.zoo import tiny
 
 drawn = cache(region)
 
@@ -146,6 +149,18 @@ def _with_bytes(tasks: RegionTasks, held: int):
 
     changed = [replace(t, bytes_in_flight=held) if t.bytes_in_flight else t for t in tasks.graph]
     return TaskGraph(changed, tasks.graph.needs)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "mixtral"])
+def test_experts_that_run_as_they_are_cost_what_their_products_do(model_type: str) -> None:
+    """As in a parallel student: the products that the graph of the whole model shows are hidden in one node."""
+    model = tiny(model_type, layers=2)
+    experts = next(m for m in model.modules() if type(m).__name__.endswith("Experts"))
+    shown = Analysis.of_original("test", model, None).costs.blocks[-1].parts
+    with declared(type(experts)):
+        hidden = Analysis.of_original("test", model, None).costs.blocks[-1].parts
+    assert hidden == shown
+    assert next(p for p in hidden if p.name == "routed").flops_per_token
 
 
 def test_an_order_that_leaves_something_out_is_refused() -> None:
