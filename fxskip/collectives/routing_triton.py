@@ -66,7 +66,7 @@ def order_runs(lengths: Tensor, rows: int, tuning: Tuning = Tuning()) -> tuple[T
     lengths   [ranks, E] int64, rows of each run; their sum is `rows`
     """
     ranks, experts = lengths.shape
-    assert lengths.stride(1) == 1
+    lengths = lengths if lengths.stride(1) == 1 else lengths.contiguous()
     came_from, goes_to = torch.empty(2, rows, dtype=torch.int64, device=lengths.device).unbind()
     ends = torch.empty(experts, dtype=torch.int32, device=lengths.device)
     kernels.order_runs[(ranks * experts, tuning.parts)](

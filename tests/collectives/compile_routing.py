@@ -1,8 +1,10 @@
-"""Compiles the kernels of routed experts for an H200, without a GPU: `python tests/collectives/compile_routing.py`.
+"""Compiles the kernels of routed experts for an H200, without a GPU: `python tests/collectives/compile_routing.py bf16|all`.
 
 A process of its own: where Triton's interpreter is switched on, there is nothing to compile. Prints a line a kernel:
 its name, the type of rows, and whether an assertion that fails stops it.
 """
+
+import sys
 
 import triton
 import triton.language as tl
@@ -45,11 +47,12 @@ def compiled(kernel, rows="bf16", weights="fp32", options=None, **constants):
     print(kernel.__name__, rows, "assertion" if "__assertfail" in binary.asm["ptx"] else "-", flush=True)
 
 
-def main():
+def main(which):
     compiled(kernels.count_blocks, **SORT)
     compiled(kernels.place_pairs, **SORT, STEP=TUNING.step)
     compiled(kernels.order_runs, RANKS=8, E=32, RUNS=256, BLOCK=TUNING.block)
-    for rows, wide in [("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")]:
+    pairs = [("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")]
+    for rows, wide in pairs if which == "all" else pairs[:1]:
         types = {"SUM": TYPES[wide], "PRODUCT": TYPES[wide]}
         common = {"rows": rows, "weights": wide, "options": {"enable_fp_fusion": False}, **WIDTH}
         compiled(kernels.gather_rows, rows, **WIDTH)
@@ -58,4 +61,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
