@@ -16,6 +16,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers.integrations import moe
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PROTOCOL = ("has_gate", "has_bias", "is_transposed")
+_EXTRAS = ("has_post_expert_norm", "_is_expert_parallel")
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LINEAR = getattr(moe, "_grouped_linear", None)
 """transformers' grouped product: rows, weights, where the rows of each expert end, bias of each row, orientation."""
@@ -43,9 +45,8 @@ def is_grouped(module: nn.Module) -> bool:
         and getattr(forward, "__code__", None) is _Decorated.forward.__code__
         and "forward" not in vars(module)
         and moe.ALL_EXPERTS_FUNCTIONS.get(getattr(module.config, "_experts_implementation", None)) is _FORWARD
-        and not module.has_post_expert_norm
-        and not module._is_expert_parallel
-        and not any(getattr(module, name) for name in _HOOKS)
+        and all(hasattr(module, name) for name in _PROTOCOL)
+        and not any(getattr(module, name, False) for name in (*_EXTRAS, *_HOOKS))
         and not _has_any_global_hook()
         and _has_only_what_products_read(module)
     )

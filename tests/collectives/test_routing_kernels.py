@@ -266,7 +266,7 @@ def whole_layer(index, hidden, weights):
 
 def test_reads_no_value_on_the_host():
     """Fake tensors have none: whatever waits for the device raises."""
-    with FakeTensorMode():
+    with FakeTensorMode(), implementation("torch"):
         index, hidden, weights = torch.randint(8, (6, 2)), torch.randn(6, 16), torch.rand(6, 2)
         with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
             OwnChoices(Order.of(index.flatten().nonzero(), 12, 2), index).experts[0, 0].item()
