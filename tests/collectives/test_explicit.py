@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from tests.collectives.spreads import (
     spread,
     step,
 )
-from tests.collectives.test_modes import check
 from tests.training_loop.ranks import run_on_ranks
 
 EXPLICIT = {"backward": "explicit"}
@@ -264,7 +263,7 @@ def test_errors_and_loops(tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_recomputation(tmp_path: Path) -> None:
-    checks = [check(recomputation, how) for how in ("layer", "selective")]
+    checks = [partial(recomputation, how) for how in ("layer", "selective")]
     run_on_ranks(checks, tmp_path, limit_s=600)
 
 
@@ -272,4 +271,4 @@ def test_recomputation(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["deepseek_v2", "qwen3_moe", "mixtral"])
 def test_presets(kind: str, tmp_path: Path) -> None:
-    run_on_ranks([check(every_preset, kind)], tmp_path, limit_s=600)
+    run_on_ranks([partial(every_preset, kind)], tmp_path, limit_s=600)
