@@ -22,6 +22,7 @@ from fxskip.leaves import leaf
 from fxskip.planning import Plan, Trainable
 from fxskip.runtime.gradients import average_gradients, clip_grad_norm_, parameter_groups
 from fxskip.spec import Spec, load_spec
+from fxskip.tracing import Timeline, trace
 from fxskip.version import __version__
 
 register_families()
@@ -37,6 +38,7 @@ __all__ = [
     "ScheduleError",
     "Spec",
     "SpecError",
+    "Timeline",
     "Trainable",
     "__version__",
     "average_gradients",
@@ -51,6 +53,7 @@ __all__ = [
     "parameter_groups",
     "plan",
     "spec_of",
+    "trace",
     "trainable",
     "transform",
 ]

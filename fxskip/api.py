@@ -17,9 +17,8 @@ from fxskip.capture.program import as_module, is_program
 from fxskip.capture.sharding import is_sharded
 from fxskip.capture.wrappers import inner_model, refuse_wrapped
 from fxskip.checkpoint.auto_classes import loader
-from fxskip.checkpoint.family import record_of, rewired_layers
+from fxskip.checkpoint.family import record_of, require_record, rewired_layers
 from fxskip.checkpoint.program import program_record
-from fxskip.checkpoint.record import WiringRecord
 from fxskip.collectives.cut_linear import Cut
 from fxskip.errors import CheckpointError, PassError
 from fxskip.passes.tensor_plan import tensor_plan
@@ -119,7 +118,7 @@ def parallelize(student: Model, mesh: DeviceMesh | None = None) -> Model:
             spread already, or its experts cannot be cut.
     """
     model = inner_model(student)
-    spec = load_spec(_require_record("parallelize", model).spec)
+    spec = load_spec(require_record("parallelize", model).spec)
     if not is_parallel(spec):
         raise PassError(
             "parallelize",
@@ -141,10 +140,9 @@ def _tensor_plans(student: nn.Module, spec: Spec) -> dict[str, dict[str, Cut]]:
     if not any(plans.values()):
         raise PassError(
             "parallelize",
-            f"parallel.tensor.size is {spec.parallel.tensor.size}, and no matrix of {type(student).__name__} can "
-            "be cut",
-            hint="attention and MLPs are cut whose last matrix, a linear layer, follows others; "
-            "leave parallel.tensor out for this architecture",
+            f"parallel.tensor.size is {spec.parallel.tensor.size}, and {type(student).__name__} has no matrix to cut",
+            hint="attention and MLPs are cut whose last matrix, a linear layer, follows others; leave parallel.tensor "
+            "out for this architecture",
         )
     return {layer.path: plans[id(layer.graph)] for layer in layers}
 
@@ -199,7 +197,7 @@ def explain(student: nn.Module) -> Plan:
     Raises PassError for a model that is not rewired, CheckpointError where its layers are not wired as recorded.
     """
     student = inner_model(student)
-    record = _require_record("explain", student)
+    record = require_record("explain", student)
     wishes = Wishes(load_hardware(DEFAULT_HARDWARE))
     if (program := program_record(student)) is not None:
         return explain_program(student, program, wishes)
@@ -224,12 +222,12 @@ def trainable(student: nn.Module) -> Trainable:
     Raises PassError for a model that is not rewired.
     """
     model = inner_model(student)
-    return trainable_parameters(model, _require_record("trainable", model).blocks)
+    return trainable_parameters(model, require_record("trainable", model).blocks)
 
 
 def spec_of(student: nn.Module) -> Spec:
     """The spec that a rewired model was made with. Raises PassError for any other model."""
-    return load_spec(_require_record("spec_of", inner_model(student)).spec)
+    return load_spec(require_record("spec_of", inner_model(student)).spec)
 
 
 def is_transformed(model: object) -> bool:
@@ -243,23 +241,12 @@ def _without_weights(config: PreTrainedConfig) -> nn.Module:
     return model
 
 
-def _require_record(who: str, student: nn.Module) -> WiringRecord:
-    record = record_of(student)
-    if record is None:
-        raise PassError(
-            who,
-            f"{type(student).__name__} was not rewired by fxskip",
-            hint="student = fxskip.transform(model, spec), or load a saved one with AutoModelForCausalLM",
-        )
-    return record
-
-
 def _refuse_missing_stages(spec: Spec, mesh: Any) -> None:
     """What the language can say and this version cannot do is refused, never ignored."""
     missing, idle = [], []
     schedule, runtime = spec.schedule, spec.runtime
     if schedule is not None and schedule.costs == "measured":
-        missing.append(f"schedule.costs: {schedule.costs}")
+        _refuse_to_measure()
     if runtime is not None and runtime.transport == "copy_engine":
         missing.append("runtime.transport: copy_engine")
     if not is_parallel(spec):
@@ -297,6 +284,17 @@ def _adds_up_over_ranks(spec: Spec) -> bool:
     expert, tensor = (parallel.expert, parallel.tensor) if parallel else (None, None)
     return bool(
         (tensor and tensor.size > 1) or (expert and expert.size > 1 and expert.exchange == "all_reduce")
+    )
+
+
+def _refuse_to_measure() -> None:
+    """Costs are known when a student has run."""
+    raise PassError(
+        "transform",
+        "schedule.costs: measured: nothing has been measured yet, for the student does not exist",
+        hint="transform with costs: roofline, then\n"
+        "fxskip.trace(student, batch, out='trace')\n"
+        "and transform the original again with schedule: {costs: trace/costs.json}; or run fxskip trace",
     )
 
 

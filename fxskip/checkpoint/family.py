@@ -33,7 +33,7 @@ from fxskip.checkpoint.plain import plain_record
 from fxskip.checkpoint.program import program_record
 from fxskip.checkpoint.record import WiringRecord
 from fxskip.checkpoint.spread import is_spread, own_parts, whole_state_dict
-from fxskip.errors import CheckpointError
+from fxskip.errors import CheckpointError, PassError
 from fxskip.runtime.decoder import keep_eager
 from fxskip.runtime.regions import install
 from fxskip.spec import load_spec
@@ -300,6 +300,18 @@ def record_of(model: object) -> WiringRecord | None:
         return WiringRecord.from_dict(model.config.fxskip)
     other = plain_record(model) or program_record(model)
     return other.wiring if other is not None else None
+
+
+def require_record(who: str, student: nn.Module) -> WiringRecord:
+    """The record of a rewired model. Raises PassError, from `who`, for any other."""
+    record = record_of(student)
+    if record is None:
+        raise PassError(
+            who,
+            f"{type(student).__name__} was not rewired by fxskip",
+            hint="student = fxskip.transform(model, spec), or load a saved one with AutoModelForCausalLM",
+        )
+    return record
 
 
 def family_of(config_dict: Mapping[str, Any]) -> Family:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxskip.collectives.in_flight import Issued
+from fxskip.collectives.measuring import sends_nothing
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Enter:
 
 
 def _sum(tensor: Tensor, group: Any) -> Issued:
+    if sends_nothing():
+        return Issued(tensor, None, tensor)
     # Autograd and other readers may hold `tensor`, so the sum is taken in a copy.
     buffer = tensor.clone(memory_format=torch.contiguous_format)
     return Issued(buffer, dist.all_reduce(buffer, group=group, async_op=True), buffer)

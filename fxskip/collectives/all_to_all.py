@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from fxskip.collectives.failures import PATIENCE_S, until
 from fxskip.collectives.in_flight import Flight, Issued, start, wait
 from fxskip.collectives.kept import made_once
+from fxskip.collectives.measuring import sends_nothing
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,9 @@ class AllToAll:
     def issue(self, tensor: Tensor) -> Issued:
         """Start it with [sum(sent), ...]; the buffer is [sum(received), ...]."""
         tensor = tensor.contiguous()
+        if sends_nothing():
+            own = _resized(tensor, sum(self.received))
+            return Issued(own, None, own)
         buffer = tensor.new_empty((sum(self.received), *tensor.shape[1:]))
         work = dist.all_to_all_single(
             buffer, tensor, list(self.received), list(self.sent), group=self.group, async_op=True
@@ -44,6 +49,12 @@ class AllToAll:
     def issue_reverse(self, gradient: Tensor) -> Issued:
         """Start the exchange of the gradients of what was received."""
         return self.reversed.issue(gradient)
+
+
+def _resized(rows: Tensor, count: int) -> Tensor:
+    """The first `count` rows; zeros where there are fewer."""
+    missing = count - rows.shape[0]
+    return rows if missing == 0 else F.pad(rows, (*(0, 0) * (rows.dim() - 1), 0, missing))
 
 
 class Counts:

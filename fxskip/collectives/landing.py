@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fxskip.collectives.failures import Work, issuing, tell, wait_until_done
+from fxskip.collectives.measuring import FlightWatch, watcher
 from fxskip.errors import CollectiveError
 
 
@@ -41,8 +42,9 @@ _POISONED = False
 class Landing:
     """An issued collective and, in the debug mode, the buffer full of NaN that is shown until it has landed."""
 
-    def __init__(self, name: str, group: Any, issued: Issued) -> None:
+    def __init__(self, name: str, group: Any, issued: Issued, watch: FlightWatch | None) -> None:
         self.name = name
+        self._watch = watch
         self.buffer = issued.buffer
         self.in_pass = backward_pass()
         self._group = group
@@ -59,19 +61,27 @@ class Landing:
         _UNDER_WAY.pop(self, None)
         if issued is None or issued.work is None:
             return
+        if self._watch is not None:
+            self._watch.waits()
         if issued.buffer.is_cuda:
             issued.work.wait()  # the stream waits, the host does not
         else:
             wait_until_done(self.name, self._group, issued.work)
+        if self._watch is not None:
+            self._watch.landed()
         if self.buffer is not issued.buffer:
             self.buffer.data.copy_(issued.buffer)
 
 
 def launch(name: str, group: Any, issue: Callable[[Tensor], Issued], tensor: Tensor) -> Landing:
     """Hand a collective on `tensor` to its transport. Raises CollectiveError where that fails."""
+    seen_by = watcher()
+    watch = seen_by.flight(name) if seen_by is not None else None
     with issuing(name, group):
         issued = issue(tensor)
-    return Landing(name, group, issued)
+    if watch is not None:
+        watch.issued(issued.buffer, issued.work)
+    return Landing(name, group, issued, watch)
 
 
 def drain(in_pass: int | None = None) -> list[str]:

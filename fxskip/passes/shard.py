@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from fxskip.collectives import expert_parallel as ep
 from fxskip.collectives import replicated_tokens as rt
+from fxskip.collectives.measuring import chosen_experts
 from fxskip.errors import PassError
 from fxskip.ir import NodeInfo, annotate, copy_graph, info, is_leaf, is_tensor, leaf_path, value
 from fxskip.parallel import ExpertStack, RegionParallel
@@ -62,6 +63,7 @@ def shard(graph: fx.Graph, parallel: RegionParallel) -> fx.Graph:
 def _exchange_rows(leaf: fx.Node, experts: int, axis: str) -> fx.Node:
     hidden, index, weights = routed_arguments(leaf)
     call = _Caller(leaf, hidden)
+    index = call.choices(chosen_experts, index, experts)
     counts = call(ep.start_counts, index, hidden, leaf_path(leaf), experts, axis)
     order = call(ep.sort_by_expert, index)
     rows = call.rows(ep.permute, hidden, order, index)
@@ -75,6 +77,7 @@ def _exchange_rows(leaf: fx.Node, experts: int, axis: str) -> fx.Node:
 def _add_up(leaf: fx.Node, experts: int, axis: str) -> fx.Node:
     hidden, index, weights = routed_arguments(leaf)
     call = _Caller(leaf, hidden)
+    index = call.choices(chosen_experts, index, experts)
     choices = call(rt.own_choices, index, experts, axis)
     order = call(rt.order_of, choices)
     rows = call.rows(ep.permute, marked(leaf.graph, enter, hidden, axis), order, index)
@@ -101,6 +104,12 @@ class _Caller:
         """One that gives a row a token, like the hidden states."""
         node = self(function, *args)
         node.meta["example_value"] = torch.empty_like(value(self._hidden))
+        return node
+
+    def choices(self, function: Any, index: fx.Node, *args: Any) -> fx.Node:
+        """One that gives experts [T, K] like `index`, and may return it."""
+        node = self(function, index, *args)
+        node.meta["example_value"] = value(index)
         return node
 
     def rows(self, function: Any, *args: Any) -> fx.Node:

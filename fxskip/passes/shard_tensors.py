@@ -12,7 +12,6 @@ A mean or a sum over the cut dimension is a partial value, and is reduced.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -185,14 +184,14 @@ class _Cutter:
         """The cut dimension of the result, dimensions counted from the last as broadcasting does."""
         cut = [a for a in node.all_input_nodes if self._dims.get(a) is not None]
         rank = self._rank_of_result(node)
-        found = {(self._dims[a] or 0) + rank - value(a).dim() for a in cut}
+        found = {(self._dims[a] or 0) + rank - int(value(a).dim()) for a in cut}
         if len(found) != 1:
             where = ", ".join(f"{a.name!r} in {self._dims[a]}" for a in cut)
             raise self._refusal(node, f"joins values that are cut in different dimensions: {where}")
         return found.pop()
 
     def _rank_of_result(self, node: fx.Node) -> int:
-        return max(value(a).dim() for a in node.all_input_nodes if is_tensor(a))
+        return max(int(value(a).dim()) for a in node.all_input_nodes if is_tensor(a))
 
     def _own(self, node: fx.Node, dim: int) -> fx.Node:
         """This rank's part of a value that all have."""
@@ -261,7 +260,7 @@ class _Cutter:
             with self._mode, torch.no_grad():
                 if node.op == "call_method":
                     return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-                assert isinstance(node.target, Callable)  # type: ignore[arg-type]
+                assert callable(node.target)
                 return node.target(*args, **kwargs)
         except Exception as error:
             raise self._refusal(node, f"does not run on a part: {first_line(error)}") from error

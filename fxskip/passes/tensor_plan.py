@@ -54,9 +54,9 @@ def tensor_plan(graph: fx.Graph) -> dict[str, Cut]:
             # One that leads to another of them is no neighbour of the last: the low-rank keys of latent attention.
             columns = {c for c in columns if not (reachable([c], after) & columns) - {c}}
             if columns and all(map(_is_linear, columns)):
-                plan |= {module_path(last): "row"} | dict.fromkeys(
-                    sorted(map(module_path, columns)), "column"
-                )
+                plan[module_path(last)] = "row"
+                for path in sorted(map(module_path, columns)):
+                    plan[path] = "column"
     return plan
 
 

@@ -31,6 +31,7 @@ from fxskip.parallel import Ranks, RegionParallel
 from fxskip.pipeline import parallelise, rewire
 from fxskip.runtime.layer_cache import layer_caches, on_device, uses_one_part
 from fxskip.runtime.lowering import lowered
+from fxskip.runtime.observed import Observed
 from fxskip.runtime.recompute import recomputed, recomputes, reentrant_refusal
 from fxskip.runtime.watched import arguments_are_watched, result_is_watched
 from fxskip.schedule.order_region import schedules_of
@@ -200,6 +201,7 @@ def _build(
     module: fx.GraphModule,
     example_inputs: list[Any],
 ) -> Any:
+    schedule = None
     if parallel is None:
         graph = rewire(module.graph, wiring, eager=lower == "none")
     else:
@@ -207,7 +209,10 @@ def _build(
         graph = parallelise(module.graph, wiring, parallel, arriving, name)
         if is_explicit(parallel) and torch.is_grad_enabled() and has_flights(graph):
             return explicit_region(module, graph, schedules_of(name)[-1], parallel)
-    return lowered(lower, fx.GraphModule(module, graph), example_inputs)
+        schedule = next(reversed(schedules_of(name)), None)
+    rewired = fx.GraphModule(module, graph)
+    run = lowered(lower, rewired, example_inputs)
+    return run if lower != "none" else Observed(rewired, run, schedule)
 
 
 def _entering(layer: Region, hidden_states: Any) -> Any:

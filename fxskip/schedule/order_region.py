@@ -11,12 +11,14 @@ from fxskip.ir import value
 from fxskip.parallel import RegionParallel
 from fxskip.passes.dependencies import Unit
 from fxskip.schedule.hardware import load_hardware
+from fxskip.schedule.machine import Machine
 from fxskip.schedule.node_costs import NodeCosts
 from fxskip.schedule.order_backward import BackwardSchedule
 from fxskip.schedule.region_tasks import RegionTasks, region_tasks
 from fxskip.schedule.result import Schedule
 from fxskip.schedule.sizes import product
-from fxskip.schedule.solve_region import region_schedule
+from fxskip.schedule.solve_region import machine_of, measured_graph, region_schedule
+from fxskip.schedule.tasks import TaskGraph
 
 
 @dataclass
@@ -26,6 +28,10 @@ class RegionSchedule:
     region: str
     """Name of the region function."""
     tasks: RegionTasks
+    graph: TaskGraph
+    """The tasks' graph, with the costs that the spec asks for."""
+    machine: Machine | None
+    """What candidates were simulated on; None where nothing is known of contention."""
     schedule: Schedule
     """Of the tasks."""
     backward: BackwardSchedule | None = None
@@ -53,9 +59,11 @@ def order_region(
         left = next((n for u in units for n in u.nodes if n.target is leave_pending), None)
         repeats = (left.args[0] if left is not None else None) == arriving
         tasks = region_tasks(units, _costs(units, parallel), repeats=repeats)
+        graph, machine = measured_graph(tasks, parallel.schedule.costs), machine_of(parallel)
         schedule = region_schedule(tasks, parallel)
         tasks.mark_steps()
-        _FOUND.setdefault(region, []).append(RegionSchedule(region, tasks, schedule))
+        tasks.mark()
+        _FOUND.setdefault(region, []).append(RegionSchedule(region, tasks, graph, machine, schedule))
         first = tasks.order(schedule.order)
         return [*first, *(u for u in units if u not in set(first))]
 

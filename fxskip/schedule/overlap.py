@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fxskip.schedule.intervals import Span, length, uncovered, union
 from fxskip.schedule.machine import Machine
 from fxskip.schedule.simulate import Simulation, simulate
 from fxskip.schedule.steps import Step, blocking
@@ -54,27 +55,22 @@ def overlap_figures(
     none = simulate(graph, steps, machine, communication=False).require_sound()
     blocked = simulate(graph, blocking(steps), machine).require_sound()
     rank = max(range(len(run.intervals)), key=lambda r: _exposed(run, r))
-    collective = _length(_union(_collectives(run, rank)))
+    collective = length(union(_collectives(run, rank)))
     exposed = _exposed(run, rank)
     return OverlapFigures(
         run.step_us,
         blocked.step_us,
         none.step_us,
-        sum(end - start for start, end in _collectives(run, rank)),
+        length(_collectives(run, rank)),
         exposed,
-        sum(end - start for start, end in _compute(run, rank))
-        - sum(end - start for start, end in _compute(none, rank)),
+        length(_compute(run, rank)) - length(_compute(none, rank)),
         1 - exposed / collective if collective else 1.0,
     )
 
 
-Span = tuple[float, float]
-
-
 def _exposed(run: Simulation, rank: int) -> float:
-    """|C| - |C and K|, as |C or K| - |K|."""
-    compute = _compute(run, rank)
-    return _length(_union([*_collectives(run, rank), *compute])) - _length(_union(compute))
+    """|C| - |C and K|."""
+    return uncovered(_collectives(run, rank), _compute(run, rank))
 
 
 def _collectives(run: Simulation, rank: int) -> list[Span]:
@@ -87,18 +83,3 @@ def _compute(run: Simulation, rank: int) -> list[Span]:
 
 def _spans(intervals: Iterable[Interval]) -> list[Span]:
     return [(one.start_us, one.end_us) for one in intervals]
-
-
-def _union(spans: Iterable[Span]) -> list[Span]:
-    """Disjoint spans that cover the same times."""
-    found: list[Span] = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((start, end))
-    return found
-
-
-def _length(spans: Iterable[Span]) -> float:
-    return sum(end - start for start, end in spans)

@@ -42,6 +42,9 @@ def wait_step(role: str) -> str:
     return f"{role}.wait"
 
 
+TASK = "fxskip_task"
+"""Key in a node's metadata: role and lane of the task that the node belongs to."""
+
 _ROUTES: dict[object, str] = {start_counts: "counts", wait_counts: "routing"}
 
 
@@ -72,12 +75,24 @@ class RegionTasks:
         for node in (n for group in self.waits.values() for unit in group for n in unit.nodes):
             node.meta[STEP] = wait_step(self.collectives.get(node.all_input_nodes[-1], ARRIVAL))
 
+    @property
+    def copy(self) -> int:
+        """Number of the region in the graph that stands for one between others."""
+        return max(0, self.copies - 2)
+
+    def mark(self) -> None:
+        """Note in the metadata of the units' nodes which task each belongs to."""
+        for role, group in self.roles.items():
+            place = role, self.graph[f"{self.copy}.{role}"].lane
+            for node in (n for unit in group for n in unit.nodes):
+                node.meta[TASK] = place
+
     def order(self, host_order: Sequence[str]) -> list[Unit]:
         """The units in the order that a schedule of `graph` gives a region between others."""
         found = dict.fromkeys(self.first)
         for name in host_order:
             task = self.graph[name]
-            if task.layer == max(0, self.copies - 2) and task.role in self.roles:
+            if task.layer == self.copy and task.role in self.roles:
                 found |= dict.fromkeys((*self.waits[task.role], *self.roles[task.role]))
         return list(found)
 

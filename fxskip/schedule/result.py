@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from fxskip.schedule.problem import OrderRule, Problem
 from fxskip.schedule.steps import Step, steps_of
@@ -77,6 +78,11 @@ class Schedule:
     """What the order was chosen by: the makespan, or the simulated step where contention is modelled."""
 
     @property
+    def source(self) -> Literal["estimated"]:
+        """Where times are from."""
+        return "estimated"
+
+    @property
     def exposed_us(self) -> float:
         return sum(record.exposed_us for record in self.collectives)
 
@@ -129,7 +135,7 @@ def _records(graph: TaskGraph, placed: Sequence[Placed]) -> tuple[CollectiveReco
         if not task.is_collective:
             last = one.name
             continue
-        beside = view.beside(one)
+        beside = tasks_beside(one, view.compute)
         exposed = task.cost_us - sum(us for _, us in beside)
         readers = sorted(graph.consumers(one.name), key=view.position.__getitem__)
         records.append(
@@ -151,6 +157,19 @@ def _records(graph: TaskGraph, placed: Sequence[Placed]) -> tuple[CollectiveReco
     return tuple(records)
 
 
+def tasks_beside(collective: Placed, compute: Sequence[Placed]) -> tuple[tuple[str, float], ...]:
+    """Tasks that run while a collective does, and for how long.
+
+    compute   one after another, by time
+    """
+    found = []
+    for one in compute[bisect_right(compute, collective.start_us, key=lambda task: task.end_us) :]:
+        if one.start_us >= collective.end_us:
+            break
+        found.append((one.name, min(one.end_us, collective.end_us) - max(one.start_us, collective.start_us)))
+    return tuple(found)
+
+
 class _View:
     """A host order with times, to ask what happens beside a collective."""
 
@@ -161,16 +180,6 @@ class _View:
         self.compute = [one for one in placed if one.lane == COMPUTE]
         self.order = placed
         self.ends = [one.end_us for one in self.compute]
-
-    def beside(self, collective: Placed) -> tuple[tuple[str, float], ...]:
-        """Compute tasks that run while the collective does, and for how long."""
-        found = []
-        for one in self.compute[bisect_right(self.ends, collective.start_us) :]:
-            if one.start_us >= collective.end_us:
-                break
-            shared = min(one.end_us, collective.end_us) - max(one.start_us, collective.start_us)
-            found.append((one.name, shared))
-        return tuple(found)
 
     def reason(self, collective: Placed, readers: Sequence[str]) -> str:
         """Why the compute stream idles while the collective runs."""

@@ -34,7 +34,7 @@ def solved(graph: TaskGraph, copies: int, parallel: RegionParallel) -> Schedule:
         parallel.schedule.solver == "cp_sat"
     ):  # which knows no periodic orders: a region in the middle stands for all
         return solve_optimal(graph, rule="layers", max_in_flight_bytes=cap, repeatable=True).schedule
-    return solve(graph, rule=rule, machine=_machine(parallel), max_in_flight_bytes=cap, tries=_TRIES)
+    return solve(graph, rule=rule, machine=machine_of(parallel), max_in_flight_bytes=cap, tries=_TRIES)
 
 
 def measured_graph(tasks: RegionTasks, costs: str) -> TaskGraph:
@@ -56,7 +56,7 @@ def measured_graph(tasks: RegionTasks, costs: str) -> TaskGraph:
     return tasks.graph.with_costs({task.name: table[task.role] for task in tasks.graph})
 
 
-def _machine(parallel: RegionParallel) -> Machine | None:
+def machine_of(parallel: RegionParallel) -> Machine | None:
     """What candidates are simulated on; None where nothing is known of contention: then makespans are compared."""
     if parallel.transport == "gloo":
         return None

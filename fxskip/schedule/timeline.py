@@ -1,4 +1,4 @@
-"""A schedule as text: one row a lane, time to the right, a line for each collective below.
+"""A schedule, or what was measured, as text: one row a lane, time to the right, a line for each collective below.
 
 farskip forward   estimated   total 680 us   exposed 330 us   1 column = 10 us
 us       0         100       200       300
@@ -9,9 +9,10 @@ expert                 [dispatc]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, Protocol
 
 from fxskip.errors import ScheduleError
-from fxskip.schedule.result import CollectiveRecord, Placed, Schedule
+from fxskip.schedule.result import CollectiveRecord, Placed
 from fxskip.schedule.tasks import COMPUTE, HOST
 
 WIDTH = 100
@@ -19,15 +20,38 @@ WIDTH = 100
 _NICE = (1, 2, 5)
 
 
+class Shown(Protocol):
+    """What is shown: a Schedule, or a measured phase."""
+
+    @property
+    def placed(self) -> Sequence[Placed]: ...
+    @property
+    def collectives(self) -> Sequence[CollectiveRecord]: ...
+    @property
+    def makespan_us(self) -> float: ...
+    @property
+    def exposed_us(self) -> float: ...
+    @property
+    def source(self) -> Literal["estimated", "measured"]:
+        """Where the times are from."""
+
+
 def timeline(
-    schedule: Schedule, *, title: str, start_us: float = 0.0, end_us: float | None = None, width: int = WIDTH
+    schedule: Shown,
+    *,
+    title: str,
+    start_us: float = 0.0,
+    end_us: float | None = None,
+    width: int = WIDTH,
+    records: bool = True,
 ) -> str:
     """The text of a schedule, or of the part of it from `start_us` to `end_us`.
 
     A task is as wide as its time, at least one column, and its name is cut to what fits: from three columns on there is
     a box, below that a stroke a column. Boxes of collectives are filled with `=`, or with `.` where a part is exposed.
 
-    width   columns of time, at most
+    width    columns of time, at most
+    records  with a line for each collective
 
     Raises ScheduleError for a part that holds no time or lies outside the schedule.
     """
@@ -39,6 +63,7 @@ def timeline(
             hint=f"the schedule goes from 0 to {schedule.makespan_us:g} us",
         )
     column_us = _column(end_us - start_us, width)
+    start_us -= start_us % column_us
     lanes = sorted(
         {one.lane for one in schedule.placed}, key=lambda lane: (lane != COMPUTE, lane != HOST, lane)
     )
@@ -53,12 +78,12 @@ def timeline(
             if one.lane == lane and start_us < one.end_us and one.start_us < end_us
         ]
         rows.append(f"{lane:<{margin}}" + _row(tasks, start_us, column_us, columns, exposed))
-    records = [one for one in schedule.collectives if start_us < one.end_us and one.start_us < end_us]
+    shown = [one for one in schedule.collectives if start_us < one.end_us and one.start_us < end_us]
     head = (
-        f"{title}   estimated   total {schedule.makespan_us:.0f} us   exposed {schedule.exposed_us:.0f} us   "
+        f"{title}   {schedule.source}   total {schedule.makespan_us:.0f} us   exposed {schedule.exposed_us:.0f} us   "
         f"1 column = {column_us:g} us"
     )
-    return "\n".join([head, *rows, *_lines(records)])
+    return "\n".join([head, *rows, *(_lines(shown) if records else ())])
 
 
 def _column(span_us: float, width: int) -> float:
@@ -90,10 +115,15 @@ def _row(tasks: Sequence[Placed], start_us: float, column_us: float, columns: in
 
 
 def _box(name: str, width: int, fill: str) -> str:
-    """`[name---]`, with as much of the name as fits; the last parts of a dotted name say most."""
+    """`[name---]`, with as much of the name as fits; the last parts of a dotted name say most.
+
+    That it is of the backward pass, the title says.
+    """
     if width < 3:
         return "|" * width
-    short = name if len(name) <= width - 2 else name.rpartition(".")[2]
+    short = name if len(name) <= width - 2 else name.removesuffix(".bwd")
+    while len(short) > width - 2 and "." in short:
+        short = short.partition(".")[2]
     return "[" + short[: width - 2].ljust(width - 2, fill) + "]"
 
 

@@ -192,6 +192,7 @@ def run(checks: tuple[Callable[[int], None], ...], folder: Path) -> tuple[dict[i
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_errors_and_a_killed_process(tmp_path: Path) -> None:
     ends, last = run((all_fail_in_forward, one_fails_in_forward, one_is_killed), tmp_path)
     assert last == ["done", "one_is_killed"]

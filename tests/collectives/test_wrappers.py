@@ -126,10 +126,6 @@ def checkpointed(module: nn.Module, **options: Any) -> nn.Module:
     return module
 
 
-def keep_everything(*args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE
-
-
 def keep_exchanges(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     own = operator is torch.ops.fxskip.issue.default
     return CheckpointPolicy.MUST_SAVE if own else CheckpointPolicy.PREFER_RECOMPUTE
@@ -237,14 +233,13 @@ def reentrant_checkpointing_is_refused(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_two_processes(tmp_path: Path) -> None:
-    run_on_ranks((ddp, fsdp, checkpointing, recompute_of_the_spec), tmp_path, limit_s=240)
-
-
-@pytest.mark.distributed
 @pytest.mark.slow
 def test_wrappers(tmp_path: Path) -> None:
     checks = (
+        ddp,
+        fsdp,
+        checkpointing,
+        recompute_of_the_spec,
         ddp_accumulates_without_sync,
         fsdp_in_mixed_precision,
         fsdp_casts_at_the_border,
@@ -253,4 +248,4 @@ def test_wrappers(tmp_path: Path) -> None:
         fsdp_and_checkpointing,
         reentrant_checkpointing_is_refused,
     )
-    run_on_ranks(checks, tmp_path, limit_s=400)
+    run_on_ranks(checks, tmp_path, limit_s=560)
