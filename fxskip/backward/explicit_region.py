@@ -25,6 +25,7 @@ from fxskip.backward.program_of import attribute_values, program_of
 from fxskip.backward.scheduled_region import ScheduledRegion
 from fxskip.collectives.border import arrived_value, leave_pending, stand_in
 from fxskip.collectives.landing import drain, one_backward_pass
+from fxskip.collectives.measuring import watcher
 from fxskip.errors import PassError
 from fxskip.ir import copy_graph, is_tensor
 from fxskip.leaves import running_layer
@@ -32,7 +33,7 @@ from fxskip.parallel import RegionParallel
 from fxskip.passes.split_collectives import is_start, is_wait
 from fxskip.schedule.order_backward import complete_events, order_backward
 from fxskip.schedule.order_region import RegionSchedule
-from fxskip.schedule.region_tasks import STEP
+from fxskip.schedule.region_tasks import TASK, WAITS_FOR, wait_step
 
 _OUTSIDE = (stand_in, leave_pending)
 """What the layer leaves at its border: it has no gradient of its own."""
@@ -67,6 +68,12 @@ class ExplicitRegion:
         """Run the layer."""
         if not torch.is_grad_enabled():
             return self._plain(*arguments)
+        if watcher() is not None:
+            raise PassError(
+                "trace",
+                "a layer whose backward is explicit cannot be watched task by task",
+                hint="trace the model with schedule: {backward: mirrored}",
+            )
         arrived = [arrived_value(index) for index in self._arriving]
         parameters = [p for module in self._modules for p in module.of_running_layer()]
         return self._finish(*self.region(*arguments, *arrived, *parameters, *self._constants))
@@ -167,8 +174,10 @@ def _steps(graph: fx.Graph) -> dict[fx.Node, str]:
         source = node.all_input_nodes[0] if node.all_input_nodes else None
         if node.target is operator.getitem and source in steps and not is_tensor(source):
             steps[node] = steps[source]
-        elif STEP in node.meta:
-            steps[node] = node.meta[STEP]
+        elif WAITS_FOR in node.meta:
+            steps[node] = wait_step(node.meta[WAITS_FOR])
+        elif TASK in node.meta:
+            steps[node] = node.meta[TASK][0]
         else:  # a pass that finishes graphs put it in the place of another
             near = next((n for n in reversed(node.all_input_nodes) if n in steps), None)
             if near is None:

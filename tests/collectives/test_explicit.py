@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import fxskip
 from fxskip.backward.region_call import RegionCall
 from fxskip.collectives.in_flight import Flight
 from fxskip.collectives.landing import poisoned_buffers, under_way
+from fxskip.collectives.measuring import watched_by
 from fxskip.schedule import order_region
 from tests.collectives.spreads import (
     Outcome,
@@ -159,6 +161,15 @@ def other_parameters(rank: int, folder: Path) -> None:
     assert under_way() == []
 
 
+def watched(rank: int, folder: Path) -> None:
+    """A trace would show another backward than the one that runs."""
+    with (
+        watched_by(Mock()),
+        pytest.raises(fxskip.PassError, match=r"trace the model with schedule: \{backward: mirrored\}"),
+    ):
+        step(in_mode(student(), "scheduled"), own_batch(rank))
+
+
 def beside_ddp(rank: int, folder: Path) -> None:
     """Replicated gradients are averaged while the backward pass of a layer still runs."""
     found = []
@@ -277,7 +288,7 @@ def test_two_processes(tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_errors_and_loops(tmp_path: Path) -> None:
-    errors = (an_error_in_forward, an_error_in_backward, other_parameters, sums_over_ranks)
+    errors = (an_error_in_forward, an_error_in_backward, other_parameters, watched, sums_over_ranks)
     checks = (without_gradients, *errors, loops, more_loops, beside_ddp)
     run_on_ranks(checks, tmp_path, limit_s=900)
 
