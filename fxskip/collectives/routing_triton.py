@@ -60,8 +60,8 @@ def sort_pairs(index: Tensor, experts: int, tuning: Tuning = Tuning()) -> tuple[
 
 
 def order_runs(lengths: Tensor, rows: int, tuning: Tuning = Tuning()) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each row of the order [expert][rank] was, where each goes, both [R] int64, and [E] int32 where each expert's
-    rows end.
+    """Where each row of the order [expert][rank] was, where each goes, both [R] int64, and where each expert's rows
+    end, [E] int32.
 
     lengths   [ranks, E] int64, rows of each run; their sum is `rows`
     """
