@@ -100,8 +100,9 @@ def add_choices(
     target = rows.new_empty(tokens, width, dtype=dtype)
     if target.numel():
         kernels.add_choices[(tokens,)](
-            rows.contiguous(), row_of_pair, rows if weights is None else weights.contiguous(), target,
-            K=choices, IS_WEIGHED=weights is not None, **_types(rows.dtype, rows.dtype if weights is None else weights.dtype), **_columns(width, tuning),
+            rows.contiguous(), row_of_pair, _or(weights, rows).contiguous(), target,
+            K=choices, IS_WEIGHED=weights is not None, **_types(rows.dtype, _or(weights, rows).dtype),
+            **_columns(width, tuning),
         )  # fmt: skip
     return target
 
