@@ -21,10 +21,11 @@ from torch import fx, nn
 
 from fxskip.backward.module_calls import ModuleParameters, expose_parameters
 from fxskip.backward.program import Program
-from fxskip.backward.program_of import program_of
+from fxskip.backward.program_of import attribute_values, program_of
 from fxskip.backward.scheduled_region import ScheduledRegion
 from fxskip.collectives.border import arrived_value, leave_pending, stand_in
 from fxskip.collectives.landing import drain, one_backward_pass
+from fxskip.collectives.measuring import watcher
 from fxskip.errors import PassError
 from fxskip.ir import copy_graph, is_tensor
 from fxskip.leaves import running_layer
@@ -32,7 +33,7 @@ from fxskip.parallel import RegionParallel
 from fxskip.passes.split_collectives import is_start, is_wait
 from fxskip.schedule.order_backward import complete_events, order_backward
 from fxskip.schedule.order_region import RegionSchedule
-from fxskip.schedule.region_tasks import STEP
+from fxskip.schedule.region_tasks import TASK, WAITS_FOR, wait_step
 
 _OUTSIDE = (stand_in, leave_pending)
 """What the layer leaves at its border: it has no gradient of its own."""
@@ -47,11 +48,12 @@ class ExplicitRegion:
         region: ScheduledRegion,
         arriving: tuple[int, ...],
         modules: tuple[ModuleParameters, ...],
+        constants: tuple[Any, ...],
         finish: Callable[..., Any],
     ) -> None:
         """
         plain     the graph as it is
-        region    takes its arguments, what arrives, and the parameters of modules
+        region    takes its arguments, what arrives, the parameters of modules, and the constants
         arriving  numbers of the values that arrive
         finish    makes the graph's results of those of the region
         """
@@ -59,15 +61,22 @@ class ExplicitRegion:
         self._plain = plain
         self._arriving = arriving
         self._modules = modules
+        self._constants = constants
         self._finish = finish
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the layer."""
         if not torch.is_grad_enabled():
             return self._plain(*arguments)
+        if watcher() is not None:
+            raise PassError(
+                "trace",
+                "a layer whose backward is explicit cannot be watched task by task",
+                hint="trace the model with schedule: {backward: mirrored}",
+            )
         arrived = [arrived_value(index) for index in self._arriving]
         parameters = [p for module in self._modules for p in module.of_running_layer()]
-        return self._finish(*self.region(*arguments, *arrived, *parameters))
+        return self._finish(*self.region(*arguments, *arrived, *parameters, *self._constants))
 
 
 def is_explicit(parallel: RegionParallel) -> bool:
@@ -95,7 +104,6 @@ def explicit_region(
     modules, weights = _take_parameters(inner)
     finish = _cut_border(inner)
     program = program_of(inner, _steps(inner))
-    _require_no_attributes(program)
     split = {record.step for record in program.weight_gradients if record.deferred}
     found = order_backward(schedule.tasks, parallel, split)
     events = complete_events(found.events, [s.name for s in program.steps], split, _readers(program))
@@ -108,8 +116,9 @@ def explicit_region(
         around_backward=one_backward_pass,
         place=lambda: f"decoder layer {running_layer().fxskip_layer}",
     )
-    plain = fx.GraphModule(module, graph).forward
-    return ExplicitRegion(plain, region, arriving, modules, fx.GraphModule(nn.Module(), finish).forward)
+    plain, finishing = fx.GraphModule(module, graph).forward, fx.GraphModule(nn.Module(), finish).forward
+    constants = attribute_values(program, module)
+    return ExplicitRegion(plain, region, arriving, modules, constants, finishing)
 
 
 def _take_arrivals(graph: fx.Graph) -> tuple[int, ...]:
@@ -129,7 +138,8 @@ def _add_placeholder(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _first_operation(graph: fx.Graph) -> fx.Node:
-    return next(node for node in graph.nodes if node.op != "placeholder")
+    found: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
+    return found
 
 
 def _take_parameters(graph: fx.Graph) -> tuple[tuple[ModuleParameters, ...], list[str]]:
@@ -159,13 +169,15 @@ def _steps(graph: fx.Graph) -> dict[fx.Node, str]:
     """The step of each operation: that of its task. What takes one of several results belongs to what made them."""
     steps: dict[fx.Node, str] = {}
     for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
+        if node.op in ("placeholder", "get_attr", "output"):
             continue
         source = node.all_input_nodes[0] if node.all_input_nodes else None
         if node.target is operator.getitem and source in steps and not is_tensor(source):
             steps[node] = steps[source]
-        elif STEP in node.meta:
-            steps[node] = node.meta[STEP]
+        elif WAITS_FOR in node.meta:
+            steps[node] = wait_step(node.meta[WAITS_FOR])
+        elif TASK in node.meta:
+            steps[node] = node.meta[TASK][0]
         else:  # a pass that finishes graphs put it in the place of another
             near = next((n for n in reversed(node.all_input_nodes) if n in steps), None)
             if near is None:
@@ -183,15 +195,6 @@ def _steps(graph: fx.Graph) -> dict[fx.Node, str]:
             if node.all_input_nodes and len(readers) == 1 and "" not in readers:
                 steps[node] = readers.pop()
     return steps
-
-
-def _require_no_attributes(program: Program) -> None:
-    if program.attributes:
-        raise PassError(
-            "schedule.backward",
-            f"the region reads {', '.join(program.attributes)}, which are constants of the captured code",
-            hint="make them parameters or buffers of the layer, or write backward: mirrored",
-        )
 
 
 def _readers(program: Program) -> dict[str, set[str]]:

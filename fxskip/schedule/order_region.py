@@ -61,7 +61,6 @@ def order_region(
         tasks = region_tasks(units, _costs(units, parallel), repeats=repeats)
         graph, machine = measured_graph(tasks, parallel.schedule.costs), machine_of(parallel)
         schedule = region_schedule(tasks, parallel)
-        tasks.mark_steps()
         tasks.mark()
         _FOUND.setdefault(region, []).append(RegionSchedule(region, tasks, graph, machine, schedule))
         first = tasks.order(schedule.order)

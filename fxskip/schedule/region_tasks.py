@@ -33,19 +33,18 @@ _ALMOST_NOTHING_US = 0.01
 ARRIVAL = "arrival"
 """The role of the exchange that the layer before started."""
 
-STEP = "fxskip_step"
-"""Names, in a node's metadata, the step of the region's program that the node belongs to: a task, or a wait."""
-
-
-def wait_step(role: str) -> str:
-    """The name of the step that waits for a collective."""
-    return f"{role}.wait"
-
 
 TASK = "fxskip_task"
 """Key in a node's metadata: role and lane of the task that the node belongs to."""
+WAITS_FOR = "fxskip_waits_for"
+"""Key in the metadata of a wait: role of the collective."""
 
 _ROUTES: dict[object, str] = {start_counts: "counts", wait_counts: "routing"}
+
+
+def wait_step(role: str) -> str:
+    """The name, in a region's program, of the step that waits for a collective."""
+    return f"{role}.wait"
 
 
 @dataclass(frozen=True)
@@ -67,25 +66,19 @@ class RegionTasks:
     collectives: dict[fx.Node, str]
     """The role of each flight."""
 
-    def mark_steps(self) -> None:
-        """Write into the nodes' metadata which step of a program they belong to."""
-        for role, group in self.roles.items():
-            for node in (n for unit in group for n in unit.nodes):
-                node.meta[STEP] = role
-        for node in (n for group in self.waits.values() for unit in group for n in unit.nodes):
-            node.meta[STEP] = wait_step(self.collectives.get(node.all_input_nodes[-1], ARRIVAL))
-
     @property
     def copy(self) -> int:
         """Number of the region in the graph that stands for one between others."""
         return max(0, self.copies - 2)
 
     def mark(self) -> None:
-        """Note in the metadata of the units' nodes which task each belongs to."""
+        """Note in the metadata of the units' nodes which task each belongs to, or waits for."""
         for role, group in self.roles.items():
             place = role, self.graph[f"{self.copy}.{role}"].lane
             for node in (n for unit in group for n in unit.nodes):
                 node.meta[TASK] = place
+        for node in (n for group in self.waits.values() for unit in group for n in unit.nodes):
+            node.meta[WAITS_FOR] = self.collectives.get(node.all_input_nodes[-1], ARRIVAL)
 
     def order(self, host_order: Sequence[str]) -> list[Unit]:
         """The units in the order that a schedule of `graph` gives a region between others."""

@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import fxskip
 from fxskip.backward.region_call import RegionCall
 from fxskip.collectives.in_flight import Flight
 from fxskip.collectives.landing import poisoned_buffers, under_way
+from fxskip.collectives.measuring import watched_by
 from fxskip.schedule import order_region
 from tests.collectives.spreads import (
     Outcome,
@@ -26,7 +29,6 @@ from tests.collectives.spreads import (
     spread,
     step,
 )
-from tests.collectives.test_modes import check
 from tests.training_loop.ranks import run_on_ranks
 
 EXPLICIT = {"backward": "explicit"}
@@ -146,6 +148,42 @@ class _Fails(torch.autograd.Function):
         _raise()
 
 
+def other_parameters(rank: int, folder: Path) -> None:
+    twin, inputs = in_mode(student(), "scheduled"), own_batch(rank)
+    step(twin, inputs)
+    experts = regions(twin)[1].get_submodule("mlp.experts")
+    experts.register_parameter("added", nn.Parameter(torch.ones(1)))
+    with pytest.raises(
+        fxskip.PassError, match="gate_up_proj, down_proj, added, and the region was made"
+    ) as caught:
+        step(twin, inputs)
+    assert "decoder layer 1" in str(caught.value)
+    assert under_way() == []
+
+
+def watched(rank: int, folder: Path) -> None:
+    """A trace would show another backward than the one that runs."""
+    with (
+        watched_by(Mock()),
+        pytest.raises(fxskip.PassError, match=r"trace the model with schedule: \{backward: mirrored\}"),
+    ):
+        step(in_mode(student(), "scheduled"), own_batch(rank))
+
+
+def beside_ddp(rank: int, folder: Path) -> None:
+    """Replicated gradients are averaged while the backward pass of a layer still runs."""
+    found = []
+    for mode in ("reference", "scheduled"):
+        twin = DistributedDataParallel(in_mode(student(), mode))
+        torch.manual_seed(5)
+        with twin.no_sync():
+            twin(**own_batch(rank, 1), use_cache=False).loss.backward()
+        out = twin(**own_batch(rank), use_cache=False)
+        out.loss.backward()
+        found.append(Outcome(out.logits.detach(), gradients(twin)))
+    assert_same_bits(found[1], found[0])
+
+
 # --- training loops -----------------------------------------------------------------------------------
 
 
@@ -250,21 +288,15 @@ def test_two_processes(tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_errors_and_loops(tmp_path: Path) -> None:
-    checks = (
-        without_gradients,
-        an_error_in_forward,
-        an_error_in_backward,
-        loops,
-        more_loops,
-        sums_over_ranks,
-    )
+    errors = (an_error_in_forward, an_error_in_backward, other_parameters, watched, sums_over_ranks)
+    checks = (without_gradients, *errors, loops, more_loops, beside_ddp)
     run_on_ranks(checks, tmp_path, limit_s=900)
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_recomputation(tmp_path: Path) -> None:
-    checks = [check(recomputation, how) for how in ("layer", "selective")]
+    checks = [partial(recomputation, how) for how in ("layer", "selective")]
     run_on_ranks(checks, tmp_path, limit_s=600)
 
 
@@ -272,4 +304,4 @@ def test_recomputation(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["deepseek_v2", "qwen3_moe", "mixtral"])
 def test_presets(kind: str, tmp_path: Path) -> None:
-    run_on_ranks([check(every_preset, kind)], tmp_path, limit_s=600)
+    run_on_ranks([partial(every_preset, kind)], tmp_path, limit_s=600)

@@ -45,19 +45,12 @@ def experts_that_cannot_be_spread(rank: int, folder: Path) -> None:
     assert all(p is before[name] for name, p in original.named_parameters())
 
 
-def check(function, *names: str):  # type: ignore[no-untyped-def]
-    """`function` with its first arguments, under a name that a hang shows."""
-    bound = partial(function, *names)
-    bound.__name__ = f"{function.__name__}({', '.join(names)})"  # type: ignore[attr-defined]
-    return bound
-
-
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_architecture_and_preset(kind: str, tmp_path: Path) -> None:
-    checks = [check(all_modes_and_one_process, kind, preset) for preset in (*PRESETS, "split")]
-    run_on_ranks([*checks, check(grouped_kernels_in_float32, kind)], tmp_path, limit_s=560)
+    checks = [partial(all_modes_and_one_process, kind, preset) for preset in (*PRESETS, "split")]
+    run_on_ranks([*checks, partial(grouped_kernels_in_float32, kind)], tmp_path, limit_s=560)
 
 
 @pytest.mark.distributed
