@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fxskip.collectives.border import leave_pending
-from fxskip.collectives.expert_parallel import unpermute
+from fxskip.collectives.routing import unpermute
 from fxskip.ir import value
 from fxskip.parallel import RegionParallel
 from fxskip.passes.dependencies import Unit

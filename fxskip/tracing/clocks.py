@@ -14,16 +14,20 @@ Mark = float | torch.cuda.Event
 
 @dataclass(frozen=True)
 class Clock:
-    """One step's time. Zero is when the step began, with nothing left to do for the device."""
+    """One step's time. Zero is when the step began."""
 
     device: torch.device
     zero_us: float
     zero_event: torch.cuda.Event | None
 
     @staticmethod
-    def begin(device: torch.device) -> Clock:
-        """Wait for the device, and begin to count."""
-        finish(device)
+    def begin(device: torch.device, *, idle: bool = True) -> Clock:
+        """Begin to count, where the device has nothing left to do, or behind what it still does.
+
+        Marks of the device and of the host have one zero in the first case alone.
+        """
+        if idle:
+            finish(device)
         event = _event() if device.type == "cuda" else None
         return Clock(device, _host_us(), event)
 

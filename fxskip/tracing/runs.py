@@ -62,6 +62,8 @@ class Stepper:
     gradients: bool
     together: bool
     """Other ranks run the same steps."""
+    gradient: Tensor | None = None
+    """Of the model's first result; None for the gradient of the loss, or a constant one."""
 
     def run(self, between: Callable[[], None] = lambda: None) -> None:
         """One step: forward and, with gradients, backward; `between` is called after each of the two."""
@@ -72,11 +74,10 @@ class Stepper:
             between()
             if not self.gradients:
                 return
-            if target.dim() == 0:
-                target.backward()  # type: ignore[no-untyped-call]
-            else:
-                # A fixed gradient: what a loss would cost is not the layers' business.
-                target.backward(torch.full_like(target, 1 / target.numel()))  # type: ignore[no-untyped-call]
+            gradient = self.gradient
+            if gradient is None:  # of a loss 1; else a fixed one, for what a loss would cost is not asked here
+                gradient = torch.full_like(target, 1 / target.numel())
+            target.backward(gradient)  # type: ignore[no-untyped-call]
         del out, target
         between()
         self.forget_gradients()
@@ -91,10 +92,15 @@ class Stepper:
         if self.together:
             dist.barrier()
 
-    def timed(self) -> Times:
-        """A step of which nothing but its time is known."""
+    def timed(self, *, behind_another: bool = False) -> Times:
+        """A step of which nothing but its time is known.
+
+        behind_another   right after another one: a GPU then has its clock, and the host is ahead as it is in training
+        """
         self.meet()
-        clock = Clock.begin(self.device)
+        if behind_another:
+            self.run()
+        clock = Clock.begin(self.device, idle=not behind_another)
         marks = []
         self.run(lambda: marks.append(clock.mark()))
         finish(self.device)

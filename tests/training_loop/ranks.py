@@ -42,3 +42,10 @@ def _name(check: Check) -> str:
 def _begun(folder: Path) -> str:
     """The check that each rank began last."""
     return ", ".join(f"{file.name}: {file.read_text()}" for file in sorted(folder.glob("rank*")))
+
+
+def _name(check: Check) -> str:
+    """Of a function, or of a partial of one, with what it was given."""
+    if isinstance(check, partial):
+        return f"{check.func.__name__}({', '.join(map(str, check.args))})"
+    return check.__name__
