@@ -75,7 +75,9 @@ class Stepper:
             if not self.gradients:
                 return
             gradient = self.gradient
-            if gradient is None:  # of a loss 1; else a fixed one, for what a loss would cost is not asked here
+            if (
+                gradient is None
+            ):  # of a loss 1; else a fixed one, for what a loss would cost is not asked here
                 gradient = torch.full_like(target, 1 / target.numel())
             target.backward(gradient)  # type: ignore[no-untyped-call]
         del out, target
