@@ -92,7 +92,8 @@ def table(found: Mapping[str, Any]) -> Iterator[str]:
     """The lines about one setting; times are milliseconds a step."""
     yield (
         f"{found['what']}: {found['layers']} layers, micro-batch {found['micro_batch']} x {found['tokens']} tokens, "
-        f"link {found['link']}, costs {found['costs']}" + (", tiny: times mean nothing" if found["tiny"] else "")
+        f"link {found['link']}, costs {found['costs']}"
+        + (", tiny: times mean nothing" if found["tiny"] else "")
     )
     for kind in (FAILED, UNAVAILABLE):
         if kind in found:

@@ -115,9 +115,7 @@ def zero(steppers: Iterable[Stepper]) -> None:
 
 def share_weights(one: nn.Module, other: nn.Module) -> None:
     """Have two models of one structure lie in the same memory."""
-    for (name, mine), (theirs, given) in zip(
-        one.named_parameters(), other.named_parameters(), strict=True
-    ):
+    for (name, mine), (theirs, given) in zip(one.named_parameters(), other.named_parameters(), strict=True):
         assert name == theirs
         held: Tensor = given.data
         mine.data = held

@@ -29,7 +29,7 @@ from fxskip.bench.overlap_model import (
 from fxskip.bench.power import PowerLog, Window
 from fxskip.collectives.measuring import routing_in_turn
 from fxskip.schedule.cost_table import save_costs
-from fxskip.tracing.figures import Rank, figures
+from fxskip.tracing.figures import PARTS, Rank, figures
 from fxskip.tracing.runs import MODES, Mode, ModeRuns, Stepper, Times, median_over_ranks
 
 Part = tuple[tuple[str, ...], Any]
@@ -173,16 +173,15 @@ def _traced(
         }
         for rank, times in zip(watched, gathered, strict=True)
     ]
-    found = {part: figures(timed, part) for part in ("forward", "backward", "step")}  # type: ignore[arg-type]
+    found = {part: figures(timed, part) for part in PARTS}
     return {part: asdict(one) | {"hidden": one.hidden} for part, one in found.items()}
 
 
 def _row(per_rank: Sequence[Sequence[Times]]) -> dict[str, Any]:
     """Medians of the slower rank, and all samples of all ranks, in milliseconds."""
-    parts = ("forward", "backward", "step")
     medians = {
-        f"{part}_ms": median_over_ranks([[t.of(part) / 1e3 for t in own] for own in per_rank])  # type: ignore[arg-type]
-        for part in parts
+        f"{part}_ms": median_over_ranks([[t.of(part) / 1e3 for t in own] for own in per_rank])
+        for part in PARTS
     }
     samples = [[{"forward": t.forward_us / 1e3, "step": t.step_us / 1e3} for t in own] for own in per_rank]
     return medians | {"samples_ms": samples}

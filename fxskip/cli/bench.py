@@ -135,11 +135,15 @@ def overlap(
     ] = False,
     measured_costs: Annotated[
         bool,
-        typer.Option("--measured-costs", help="Choose orders by costs that are measured first, not by the roofline."),
+        typer.Option(
+            "--measured-costs", help="Choose orders by costs that are measured first, not by the roofline."
+        ),
     ] = False,
     tiny: Annotated[
         bool,
-        typer.Option("--tiny", help="Check that everything runs, on a CPU too, at sizes whose times mean nothing."),
+        typer.Option(
+            "--tiny", help="Check that everything runs, on a CPU too, at sizes whose times mean nothing."
+        ),
     ] = False,
 ) -> None:
     """Hidden communication on two GPUs: stock and FarSkip, blocking, scheduled, and with nothing sent.

@@ -79,7 +79,7 @@ def end_stretch(where: Where | None, given: list[Any]) -> None:
 def stretches(graph: fx.Graph) -> Iterator[tuple[Where | None, list[fx.Node]]]:
     """Nodes that follow each other and belong to one task; of a graph without a schedule, to one sub-block.
 
-    A start belongs to its collective alone, a wait to none. A node that nothing is known of belongs to what ran before it.
+    A start belongs to its collective alone, a wait to none. What nothing is known of belongs to what ran before it.
     """
     places: dict[fx.Node, Where | None] = {}
     before: Where | None = None

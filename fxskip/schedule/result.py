@@ -166,9 +166,7 @@ def tasks_beside(collective: Placed, compute: Sequence[Placed]) -> tuple[tuple[s
     for one in compute[bisect_right(compute, collective.start_us, key=lambda task: task.end_us) :]:
         if one.start_us >= collective.end_us:
             break
-        found.append(
-            (one.name, min(one.end_us, collective.end_us) - max(one.start_us, collective.start_us))
-        )
+        found.append((one.name, min(one.end_us, collective.end_us) - max(one.start_us, collective.start_us)))
     return tuple(found)
 
 

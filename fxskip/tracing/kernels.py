@@ -21,6 +21,7 @@ def kernels_of(step: Callable[[Callable[[], None]], None]) -> tuple[Kernel, ...]
     NCCL kernels and copies between GPUs communicate; other copies and fills are neither that nor compute, and are left
     out. The time of an NCCL kernel includes its wait for the other ranks.
     """
+
     def phase_ends() -> None:
         with torch.profiler.record_function(_PHASE_ENDS):
             torch.cuda.synchronize()
@@ -35,9 +36,7 @@ def read_events(events: Iterable[Any]) -> tuple[Kernel, ...]:
     """The kernels among events of the profiler, and in which phase each ran."""
     events = list(events)
     marks = [e.time_range.end for e in events if e.name == _PHASE_ENDS and e.device_type.name == "CPU"]
-    found = [
-        e for e in events if e.device_type.name == "CUDA" and not e.is_user_annotation and kind(e.name)
-    ]
+    found = [e for e in events if e.device_type.name == "CUDA" and not e.is_user_annotation and kind(e.name)]
     first = min((event.time_range.start for event in found), default=0.0)
     kernels = [
         Kernel(

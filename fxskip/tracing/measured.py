@@ -61,9 +61,7 @@ def _record(
     before = bisect_left(starts, place.start_us)
     after = None if flight.landed_us is None else bisect_left(starts, flight.landed_us - begin)
     beside = tasks_beside(place, compute)
-    exposed = uncovered(
-        [(place.start_us, place.end_us)], [(one.start_us, one.end_us) for one in compute]
-    )
+    exposed = uncovered([(place.start_us, place.end_us)], [(one.start_us, one.end_us) for one in compute])
     return CollectiveRecord(
         place.name, place.lane, flight.layer,
         tasks[before - 1].name if before else None,

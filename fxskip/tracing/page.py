@@ -141,7 +141,9 @@ def _box(one: Placed, at: tuple[float, float], width: float, record: CollectiveR
 def _kind(name: str) -> str:
     """Class of a task, which gives it its colour: that of its sub-block."""
     block = name.partition(".")[2]
-    return next((kind for kind in ("attention", "moe", "dense", "mixer") if block.startswith(kind)), "stream-task")
+    return next(
+        (kind for kind in ("attention", "moe", "dense", "mixer") if block.startswith(kind)), "stream-task"
+    )
 
 
 def _ruler(start: float, end: float, scale: float, height: float) -> Iterator[ET.Element]:

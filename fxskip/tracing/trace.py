@@ -17,6 +17,7 @@ from fxskip.checkpoint.family import require_record, rewired_layers
 from fxskip.checkpoint.program import program_record
 from fxskip.errors import PassError
 from fxskip.parallel import RegionParallel
+from fxskip.runtime.regions import Region
 from fxskip.schedule.cost_table import CostKey, save_costs
 from fxskip.schedule.order_region import RegionSchedule
 from fxskip.tracing.estimate import collective_behind, estimated
@@ -50,8 +51,7 @@ def trace(
     require_record("trace", model)
     _check(model, batch, steps)
     layers = list(rewired_layers(model).values())
-    parallel = layers[0].fxskip_parallel
-    assert parallel is None or isinstance(parallel, RegionParallel)
+    parallel = _parallel(layers[0])
     device = next(model.parameters()).device
     why_no_gradients = _why_no_gradients(model)
     stepper = Stepper(student, batch, device, not why_no_gradients, parallel is not None)
@@ -98,6 +98,12 @@ def write(timeline: Timeline, folder: Path) -> list[Path]:
     return files
 
 
+def _parallel(layer: nn.Module) -> RegionParallel | None:
+    """How a layer is spread; None in one process."""
+    assert isinstance(layer, Region)
+    return layer.fxskip_parallel
+
+
 def _check(model: nn.Module, batch: object, steps: int) -> None:
     if program_record(model) is not None:
         raise PassError(
@@ -140,9 +146,11 @@ def _roles(layers: list[RegionSchedule]) -> dict[str, str | None]:
 
 
 def _key(model: nn.Module, batch: Mapping[str, Any], device: torch.device) -> CostKey:
-    shapes = {
-        name: list(value.shape) for name, value in batch.items() if isinstance(value, Tensor)
-    } or {f"tensor {k}": list(t.shape) for k, t in enumerate(pytree.tree_leaves(dict(batch))) if isinstance(t, Tensor)}
+    shapes = {name: list(value.shape) for name, value in batch.items() if isinstance(value, Tensor)} or {
+        f"tensor {k}": list(t.shape)
+        for k, t in enumerate(pytree.tree_leaves(dict(batch)))
+        if isinstance(t, Tensor)
+    }
     on_gpu = device.type == "cuda"
     versions = {"torch": torch.__version__, "fxskip": __version__}
     if on_gpu and dist.is_nccl_available():
