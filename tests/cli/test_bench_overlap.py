@@ -16,7 +16,7 @@ from fxskip.errors import FxskipError
 from fxskip.tracing.processes import in_processes
 from tests.cli.command import run
 
-SETTING = Setting(2, 1, 8, 2, 1, slow_link=False, measured_costs=False, is_tiny=True)
+SETTING = Setting(3, 1, 8, 2, 1, slow_link=False, measured_costs=False, is_tiny=True)
 
 
 def test_one_process_against_the_original():

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def student(**sections: Any):
-    return fxskip.transform(tiny("deepseek_v2", layers=2), {"fxskip": 1, "preset": "farskip", **sections})
+    return fxskip.transform(tiny("deepseek_v2", layers=3), {"fxskip": 1, "preset": "farskip", **sections})
 
 
 def gradients(model):
@@ -49,7 +49,7 @@ def test_watching_changes_no_bit():
 def test_tasks_follow_each_other():
     stepper = Stepper(student().train(), batch(), CPU, True, False)
     record, schedules = stepper.recorded()
-    assert schedules == {0: None, 1: None}
+    assert schedules == {0: None, 1: None, 2: None}
     assert record.flights == ()
     for one, following in zip(record.tasks, record.tasks[1:], strict=False):
         assert 0 <= one.start_us <= one.end_us <= following.start_us
@@ -69,9 +69,9 @@ def test_a_recomputation_has_tasks_of_its_own():
     )
     record, _ = stepper.recorded()
     again = [task for task in record.tasks if task.role == "moe2.again"]
-    assert {(task.layer, task.phase) for task in again} == {(1, "backward")}
+    assert {(task.layer, task.phase) for task in again} == {(1, "backward"), (2, "backward")}
     gradient = [task for task in record.tasks if task.role == "moe2.bwd"]
-    assert {task.layer for task in gradient} == {1}
+    assert {task.layer for task in gradient} == {1, 2}
 
 
 def test_probes_leave_a_graph_alone():
@@ -107,7 +107,7 @@ def test_a_trace_in_all_its_forms(tmp_path):
         timeline.costs()
     with pytest.raises(fxskip.ScheduleError, match="layer 7 ran no task") as caught:
         timeline.text(7)
-    assert "layers are 0 to 1" in str(caught.value)
+    assert "layers are 0 to 2" in str(caught.value)
 
 
 def test_without_gradients():
