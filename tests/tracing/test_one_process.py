@@ -59,14 +59,16 @@ def test_tasks_follow_each_other():
     forward = {(t.layer, t.role) for t in record.tasks if t.phase == "forward"}
     assert forward >= {(0, "attention1"), (0, "dense2"), (1, "attention1"), (1, "moe2")}
     backward = [t for t in record.tasks if t.phase == "backward"]
-    assert {(t.layer, t.role) for t in backward} >= {(1, "moe2.bwd"), (1, "attention1.bwd"), (0, "dense2.bwd")}
+    assert {(t.layer, t.role) for t in backward} >= {
+        (1, "moe2.bwd"),
+        (1, "attention1.bwd"),
+        (0, "dense2.bwd"),
+    }
     assert [t.layer for t in backward] == sorted((t.layer for t in backward), reverse=True)
 
 
 def test_a_recomputation_has_tasks_of_its_own():
-    stepper = Stepper(
-        student(runtime={"recompute": "layer"}).train(), batch(), CPU, True, False
-    )
+    stepper = Stepper(student(runtime={"recompute": "layer"}).train(), batch(), CPU, True, False)
     record, _ = stepper.recorded()
     again = [task for task in record.tasks if task.role == "moe2.again"]
     assert {(task.layer, task.phase) for task in again} == {(1, "backward"), (2, "backward")}
@@ -132,7 +134,12 @@ def test_what_is_refused():
 
 
 def test_costs_that_were_not_measured():
-    spec = {"fxskip": 1, "preset": "farskip", "parallel": {"expert": {"size": 2}}, "schedule": {"costs": "measured"}}
+    spec = {
+        "fxskip": 1,
+        "preset": "farskip",
+        "parallel": {"expert": {"size": 2}},
+        "schedule": {"costs": "measured"},
+    }
     with pytest.raises(fxskip.PassError, match="nothing has been measured yet") as caught:
         fxskip.transform(tiny("mixtral", layers=1), spec)
     assert "fxskip.trace(student, batch, out='trace')" in str(caught.value)

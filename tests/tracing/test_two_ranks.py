@@ -146,7 +146,9 @@ def other_students(rank: int, folder: Path) -> None:
     """Not scheduled; in eval mode; all-reduce in place of the exchange."""
     inputs = own_batch(rank)
     reference = fxskip.trace(spread(original(), mode="reference"), inputs, steps=1)
-    assert "runtime mode reference: collectives wait where they start, and nothing was scheduled" in str(reference)
+    assert "runtime mode reference: collectives wait where they start, and nothing was scheduled" in str(
+        reference
+    )
     assert reference.estimated == {} and "estimated" not in str(reference)
     assert len(reference.ranks[0]["as it is"].records[0].flights) == 5 * (LAYERS - 1)
     with pytest.raises(fxskip.ScheduleError, match="no layer runs by a schedule"):
@@ -186,7 +188,11 @@ def a_tiny_bench(rank: int, folder: Path) -> None:
     setting = Setting(3, 1, 16, 1, 1, slow_link=False, measured_costs=True, is_tiny=True)
     found = dict(measure_pair(setting, rank))
     conditions = {place[0] for place in found} - {"environment", "peak_gib"}
-    assert conditions == {"real routing, real data", "routing in turn, real data", "routing in turn, zero data"}
+    assert conditions == {
+        "real routing, real data",
+        "routing in turn, real data",
+        "routing in turn, zero data",
+    }
     for condition in conditions:
         for wiring in ("stock", "farskip"):
             for mode in ("as it is", "blocking", "nothing sent"):
