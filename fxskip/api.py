@@ -140,7 +140,7 @@ def _tensor_plans(student: nn.Module, spec: Spec) -> dict[str, dict[str, Cut]]:
     if not any(plans.values()):
         raise PassError(
             "parallelize",
-            f"parallel.tensor.size is {spec.parallel.tensor.size}, and no matrix of {type(student).__name__} can be cut",
+            f"parallel.tensor.size is {spec.parallel.tensor.size}, and {type(student).__name__} has no matrix to cut",
             hint="attention and MLPs are cut whose last matrix, a linear layer, follows others; leave parallel.tensor "
             "out for this architecture",
         )
@@ -250,6 +250,9 @@ def _refuse_missing_stages(spec: Spec, mesh: Any) -> None:
     if runtime is not None and runtime.transport == "copy_engine":
         missing.append("runtime.transport: copy_engine")
     if not is_parallel(spec):
+        expert = spec.parallel.expert if spec.parallel is not None else None
+        if expert is not None and "exchange" in expert.model_fields_set:
+            idle.append(f"parallel.expert.exchange: {expert.exchange} with size 1")
         if runtime is not None and runtime.transport != "auto":
             idle.append(f"runtime.transport: {runtime.transport}")
         if runtime is not None and runtime.mode != "reference" and "mode" in runtime.model_fields_set:
@@ -258,6 +261,8 @@ def _refuse_missing_stages(spec: Spec, mesh: Any) -> None:
             idle.append("schedule")
         if mesh is not None:
             idle.append("mesh=")
+    elif schedule is not None and schedule.backward == "explicit" and _adds_up_over_ranks(spec):
+        missing.append("schedule.backward: explicit together with parallel.tensor or exchange: all_reduce")
     elif runtime is not None and runtime.lower != "none":
         missing.append(f"runtime.lower: {runtime.lower} together with parallel")
     if missing:
@@ -269,9 +274,17 @@ def _refuse_missing_stages(spec: Spec, mesh: Any) -> None:
     if idle:
         raise PassError(
             "transform",
-            f"{'; '.join(idle)}: nothing to do in one process",
+            f"in one process there is nothing to do for {'; '.join(idle)}",
             hint="add parallel: {expert: {size: 2}}, or leave these out",
         )
+
+
+def _adds_up_over_ranks(spec: Spec) -> bool:
+    parallel = spec.parallel
+    expert, tensor = (parallel.expert, parallel.tensor) if parallel else (None, None)
+    return bool(
+        (tensor and tensor.size > 1) or (expert and expert.size > 1 and expert.exchange == "all_reduce")
+    )
 
 
 def _refuse_to_measure() -> None:

@@ -10,8 +10,8 @@ still runs, so DDP and FSDP2 communicate under it, and `torch.autograd.grad` lea
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -43,6 +43,9 @@ class ScheduledRegion:
         forward: Sequence[str] | None = None,
         backward: Sequence[str] | None = None,
         drain: Callable[[], object] | None = None,
+        weights: Collection[str] = (),
+        around_backward: Callable[[], AbstractContextManager[object]] = nullcontext,
+        place: Callable[[], str] = lambda: "a scheduled region",
     ) -> None:
         """Check the orders.
 
@@ -52,6 +55,9 @@ class ScheduledRegion:
             backward: names of all steps, or `name.dgrad` and, later, `name.wgrad`; None is from the last step of
                 the program to its first.
             drain: called where a forward or backward ends early, so that nothing stays in flight.
+            weights: inputs whose gradients may be split off although they are no leaves: views of parameters.
+            around_backward: opened around the events of each node of the chain.
+            place: asked at each call; says in errors which region it is.
 
         Raises:
             ScheduleError: an order is incomplete, or would read a value or gradient before it is there.
@@ -59,6 +65,9 @@ class ScheduledRegion:
         self.program = program
         self._plan = Plan.of(program, forward_order(program, forward), backward_order(program, backward))
         self._drain = drain or (lambda: None)
+        self._weights = frozenset(weights)
+        self._around_backward = around_backward
+        self._place = place
         self._examined: Examined = {}
         self._under_way = 0
         self._leaves: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
@@ -95,7 +104,7 @@ class ScheduledRegion:
             if _wants_gradient(value)
         }
         tensors = {name: inputs[name] for name, known in aliases.items() if name == known}
-        apart = {name: self._apart(tensor) for name, tensor in tensors.items()}
+        apart = {name: self._apart(name, tensor) for name, tensor in tensors.items()}
         saved = SavedTensors() if hooks_of_the_caller() is not None else None
         further = {name: known for name, known in aliases.items() if name != known}
         call = RegionCall(self._plan, apart, further, saved.pack if saved is not None else None)
@@ -104,12 +113,12 @@ class ScheduledRegion:
         backward = _Backward(self, call, saved)
         return backward.connect(tensors, values)
 
-    def _apart(self, tensor: Tensor) -> Tensor:
-        """The same memory without its history; for a leaf, a leaf, so that no hook of the caller runs inside.
+    def _apart(self, name: str, tensor: Tensor) -> Tensor:
+        """The same memory without its history; for a weight, a leaf, so that no hook of the caller runs inside.
 
         Under autocast that leaf is kept, or each call would leave its own cast of a parameter in autocast's cache.
         """
-        if not tensor.is_leaf:
+        if not tensor.is_leaf and name not in self._weights:
             return tensor.detach()
         if not shares_casts(tensor) or type(tensor) not in (Tensor, Parameter):
             return tensor.detach().requires_grad_()
@@ -134,7 +143,7 @@ class ScheduledRegion:
                     raise _draws_out_of_order(step.name)
                 values.put(number, results)
             except BaseException as error:
-                self._fail(error, step.name, "forward")
+                self._fail(error, f"forward of step {step.name!r} of {self._place()}")
                 raise
             del arguments, results
             values.free(position)
@@ -144,8 +153,8 @@ class ScheduledRegion:
             self._drain()
             raise
 
-    def _fail(self, error: BaseException, step: str, direction: str) -> None:
-        error.add_note(f"in the {direction} of step {step!r} of a scheduled region")
+    def _fail(self, error: BaseException, where: str) -> None:
+        error.add_note(f"in the {where}")
         self._drain()
 
     def _drain_abandoned(self) -> None:
@@ -169,6 +178,7 @@ class _Backward:
         self.pieces: list[tuple[range, list[str]]] = []
         """The events that each node runs, and the inputs whose gradients it returns."""
         self.begun = False
+        self.place = region._place()
         self.token = torch.empty(0)
         """What passes between the nodes, and is the gradient of itself."""
 
@@ -229,14 +239,15 @@ class _Backward:
         assert self.call is not None
         events, released = self.pieces[number]
         plan = self.region._plan
-        with torch.autograd.set_multithreading_enabled(False):
+        with torch.autograd.set_multithreading_enabled(False), self.region._around_backward():
             for position in events:
                 event = plan.backward[position]
                 try:
                     self.call.run_event(event)
                 except BaseException as error:
                     self._forget()
-                    self.region._fail(error, plan.program.steps[event.step].name, "backward")
+                    name = plan.program.steps[event.step].name
+                    self.region._fail(error, f"backward of step {name!r} of {self.place}")
                     raise
         found = [self.call.sums.pop(name).result() for name in released]
         if number == len(self.pieces) - 1:

@@ -6,18 +6,10 @@ from collections.abc import Collection, Sequence
 
 from torch import fx
 
+from fxskip.backward.module_calls import takes_parameters
 from fxskip.backward.program import WeightGradient
+from fxskip.backward.weight_gradients import WEIGHT_POSITIONS
 from fxskip.ir import op_name, value
-
-_POSITIONS: dict[str, tuple[int, ...]] = {
-    "linear": (1, 2),
-    "addmm": (0, 2),
-    "baddbmm": (0, 2),
-} | dict.fromkeys(
-    ("matmul", "__matmul__", "mm", "bmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback"), (1,)
-)
-"""Where products take weights: linear its bias too; stacked expert weights [experts, in, out] are those of bmm and
-grouped_mm."""
 
 
 def split_weights(
@@ -39,11 +31,15 @@ def split_weights(
     records = []
     for name, weights in by_name.items():
         users = [user for weight in weights for user in weight.users if user in inside]
-        uses = _through_a_view(weights[0], users[0]) if len(users) == 1 else _all_direct(weights, users)
+        uses = (
+            _through_a_view(weights[0], users[0], inside) if len(users) == 1 else _all_direct(weights, users)
+        )
         if uses is not None:
             for product, at in uses:
                 found[product] = (*found.get(product, ()), at)
             records.append(WeightGradient(step, name, deferred=True))
+        elif users and all(map(takes_parameters, users)):
+            records.append(WeightGradient(step, name, deferred=True))  # by the products that the module calls
         elif _is_weight(weights[0]) or any(_position(user, w) is not None for user in users for w in weights):
             reason = f"not every use is that of a product's weight: {', '.join(user.name for user in users)}"
             records.append(WeightGradient(step, name, deferred=False, reason=reason))
@@ -65,13 +61,17 @@ def _all_direct(weights: Sequence[fx.Node], users: Sequence[fx.Node]) -> list[tu
     return uses
 
 
-def _through_a_view(weight: fx.Node, user: fx.Node) -> list[tuple[fx.Node, int]] | None:
-    """The product at the end of operations on the weight alone, none of which has another use."""
+def _through_a_view(
+    weight: fx.Node, user: fx.Node, inside: Collection[fx.Node]
+) -> list[tuple[fx.Node, int]] | None:
+    """The product inside at the end of operations on the weight alone, none of which has another use."""
     at = _position(user, weight)
     while at is None:
         if user.all_input_nodes != [weight] or len(user.users) != 1:
             return None
         weight, user = user, next(iter(user.users))
+        if user not in inside:
+            return None
         at = _position(user, weight)
     return [(user, at)]
 
@@ -79,7 +79,7 @@ def _through_a_view(weight: fx.Node, user: fx.Node) -> list[tuple[fx.Node, int]]
 def _position(user: fx.Node, weight: fx.Node) -> int | None:
     """Where a product takes the weight; None where the user is no product or takes it in another place."""
     places = [at for at, argument in enumerate(user.args) if argument is weight]
-    wanted = _POSITIONS.get(op_name(user), ()) if user.op in ("call_function", "call_method") else ()
+    wanted = WEIGHT_POSITIONS.get(op_name(user), ()) if user.op in ("call_function", "call_method") else ()
     elsewhere = user.all_input_nodes.count(weight) > 1 or weight in user.kwargs.values()
     return places[0] if len(places) == 1 and places[0] in wanted and not elsewhere else None
 

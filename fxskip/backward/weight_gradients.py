@@ -8,15 +8,26 @@ computes the operand's and leaves the rest in a queue (as zero-bubble pipeline s
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
 from fxskip.backward.inner_graph import PRODUCTS, cut, gradients, hooks_of_the_caller, nodes
+
+WEIGHT_POSITIONS: dict[str, tuple[int, ...]] = {
+    "linear": (1, 2),
+    "addmm": (0, 2),
+    "baddbmm": (0, 2),
+} | dict.fromkeys(
+    ("matmul", "__matmul__", "mm", "bmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback"), (1,)
+)
+"""Where products take weights: linear its bias too; stacked expert weights [experts, in, out] are those of bmm and
+grouped_mm."""
 
 
 def product(function: Callable[..., Tensor], weights: tuple[int, ...], *args: Any, **kwargs: Any) -> Tensor:
@@ -30,6 +41,21 @@ def product(function: Callable[..., Tensor], weights: tuple[int, ...], *args: An
     if queue is None or not torch.is_grad_enabled() or not queue.accepts(weights, args, kwargs):
         return function(*args, **kwargs)
     return queue.run(function, weights, args, kwargs)
+
+
+class _Products(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        weights = WEIGHT_POSITIONS.get(getattr(function, "__name__", "").partition(".")[0])
+        if weights is None:
+            return function(*args, **(kwargs or {}))
+        return product(function, weights, *args, **(kwargs or {}))
+
+
+def products() -> AbstractContextManager[object]:
+    """While it is open, the products that modules call by themselves are those of `product`."""
+    return nullcontext() if _queue.get() is None else _Products()
 
 
 class _Deferred:

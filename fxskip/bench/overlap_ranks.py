@@ -61,7 +61,13 @@ def measure_pair(setting: Setting, rank: int) -> Iterator[Part]:
     yield ("environment",), environment() | {"nccl": _nccl()}
     with tempfile.TemporaryDirectory() as folder:
         models = {wiring: _student(setting, wiring, rank, Path(folder)) for wiring in PRESETS}
-    steppers = {w: stepper(setting, model, rank=rank, together=True) for w, model in models.items()}
+        steppers = {w: stepper(setting, model, rank=rank, together=True) for w, model in models.items()}
+        yield from _measured(setting, steppers, rank)  # captures read the costs in the folder
+    yield ("peak_gib",), _peak()
+
+
+def _measured(setting: Setting, steppers: dict[Wiring, Stepper], rank: int) -> Iterator[Part]:
+    """All conditions, one after the other."""
     for data, routings in _data_and_routings():
         if data == "zero data":
             zero(steppers.values())
@@ -76,7 +82,6 @@ def measure_pair(setting: Setting, rank: int) -> Iterator[Part]:
             for wiring, one in steppers.items():
                 found = _traced(setting, one, Variant(wiring, routing, data, "as it is"), gathered)
                 yield (f"{routing}, {data}", wiring, "trace"), found
-    yield ("peak_gib",), _peak()
 
 
 def measure_alone(setting: Setting, rank: int) -> Iterator[Part]:
@@ -110,8 +115,10 @@ def _student(setting: Setting, wiring: Wiring, rank: int, folder: Path) -> Any:
         return model
     one = stepper(setting, model, rank=rank, together=True)
     costs = fxskip.trace(model, one.batch, steps=2).costs()
-    path = folder / f"{wiring}.json"
-    save_costs(costs, path)
+    path = _gathered(folder / f"{wiring}.json")[0]  # the spec names the file, so it is one for all ranks
+    if rank == 0:
+        save_costs(costs, path)
+    dist.barrier()
     del model, one
     return student(setting, wiring, path)
 

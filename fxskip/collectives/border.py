@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class Tail:
         self.digest = hashlib.sha256(f"{streams}\n{show(graph)}".encode()).hexdigest()
         _TAILS[self.digest] = self
 
-    @cache
+    @cached_property
     def module(self) -> fx.GraphModule:
         """It, alone: takes what crosses the border, and returns the streams."""
         return fx.GraphModule({}, self.graph)
@@ -46,7 +46,7 @@ _TAILS: dict[str, Tail] = {}
 class Pending:
     """What crosses the border beside the streams: the tail, and the values that it reads.
 
-    No dataclass, tuple or mapping: FSDP2 looks into these for tensors to cast, and a cast would read a buffer in flight.
+    No dataclass, tuple or mapping: FSDP2 looks into these for tensors to cast, and would read a buffer in flight.
     """
 
     def __init__(self, tail: Tail, values: tuple[Any, ...]) -> None:
@@ -59,7 +59,7 @@ class Pending:
 
     def finish(self, streams: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The streams, all finished."""
-        finished = self.tail.module()(*self.values)
+        finished = self.tail.module(*self.values)
         made = dict(zip(self.tail.streams, finished, strict=True))
         return tuple(join(s, made[i]) if i in made else s for i, s in enumerate(streams))
 

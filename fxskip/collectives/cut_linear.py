@@ -40,14 +40,15 @@ class CutLinear(nn.Linear):
         return super().__call__(*args, **kwargs)
 
     def forward(self, input: Tensor) -> Tensor:
-        """This rank's features [..., out / ranks] of whole inputs, or a part of the sum [..., out] of its own inputs."""
+        """This rank's features [..., out / ranks] of whole inputs, or a part of the sum [..., out] of its inputs."""
         if not _IN_A_REGION.get():
             raise PassError(
                 "cut linear",
                 f"{self.fxskip_path} has this rank's part of its matrix, and was called outside its decoder layer",
                 hint="call the model, or whole layers",
             )
-        bias = None if self.bias is None else local(self.bias)
+        held: Tensor | None = self.bias
+        bias = None if held is None else local(held)
         if self.fxskip_cut == "row" and bias is not None:
             is_first = running_axis(TENSOR).get_local_rank() == 0
             bias = _OnFirstRank.apply(bias, is_first)  # type: ignore[no-untyped-call]

@@ -74,7 +74,8 @@ def _member(group: Any) -> _Member:
 def begin_pass() -> None:
     """A forward pass begins; an error before its first collective leaves the ranks in step."""
     for member in _MEMBERS.values():
-        member.at_pass_begin = member.issued
+        if not member.told:
+            member.at_pass_begin = member.issued
 
 
 def tell(error: BaseException | str, place: str) -> None:
@@ -114,7 +115,7 @@ def wait_until_done(name: str, group: Any, work: Work) -> None:
 def until(name: str, group: Any, done: Callable[[], bool]) -> None:
     """Call `done`, which waits for a moment, until it returns True.
 
-    Raises CollectiveError where another rank has failed meanwhile, or where `done` raises a RuntimeError of the transport.
+    Raises CollectiveError where another rank has failed meanwhile, or where the transport fails in `done`.
     """
     member = _member(group)
     try:

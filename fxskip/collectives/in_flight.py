@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fxskip.collectives.kept import is_kept
+from fxskip.collectives.kept import kept_now
 from fxskip.collectives.landing import (
     Issued,
     Landing,
@@ -80,8 +80,8 @@ class Flight:
         _FLIGHTS[self.number] = self
         self._collective = collective
         self._at_once = at_once
-        self._keeps = is_kept()
-        self._kept: Tensor | None = None
+        kept = kept_now()
+        self._kept = weakref.ref(kept) if kept is not None else None
         self._put_off: Tensor | None = None
         self._forward: Landing | None = None
         self._reverse: Landing | None = None
@@ -93,15 +93,16 @@ class Flight:
 
         of_next   the next layer waits for it
         """
-        if self._kept is not None:
-            return self._kept
+        kept = self._kept() if self._kept is not None else None
+        if kept is not None and self.number in kept.buffers:
+            return kept.buffers[self.number]
         if of_next and backward_pass() != -1:
-            self._put_off = tensor if not (self._keeps and self._started) else None
+            self._put_off = tensor if kept is None or not self._started else None
             return tensor.new_full((1,), torch.nan).expand_as(tensor)
         self._started = True
         self._forward = self._launch(self.name, self._collective.issue, tensor)
-        if self._keeps and not of_next:
-            self._kept = self._forward.buffer
+        if kept is not None and not of_next:
+            kept.buffers[self.number] = self._forward.buffer
         return self._forward.buffer
 
     def wait(self, buffer: Tensor) -> Tensor:
@@ -111,7 +112,7 @@ class Flight:
             buffer = torch.ops.fxskip.issue(tensor, self.number, False)
         landing, self._forward = self._forward, None
         if landing is None:
-            if backward_pass() == -1 and self._kept is None:
+            if backward_pass() == -1:
                 raise self._lost("a value that was never in flight", "its buffer was waited for before")
             return buffer
         if not _same_memory(buffer, landing.buffer):

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 Thing = TypeVar("Thing")
 
 
@@ -14,6 +16,9 @@ class Kept:
     """The things that the first run made, in order, for every later run of the same graph."""
 
     def __init__(self) -> None:
+        self.buffers: dict[int, Tensor] = {}
+        """What was received, by the number of the flight. Here and nowhere else: this is gone when the backward pass is
+        over, while a flight lives as long as somebody holds the loss."""
         self._things: list[Any] = []
         self._next: int | None = None
 
@@ -42,11 +47,11 @@ _KEPT: ContextVar[Kept | None] = ContextVar("fxskip_kept", default=None)
 
 
 def made_once(make: Callable[[], Thing]) -> Thing:
-    """`make()`; in a second run of a layer's call, which the spec's `runtime.recompute` asks for, what the first gave."""
+    """`make()`; in a second run of a layer's call, for the spec's `runtime.recompute`, what the first run made."""
     kept = _KEPT.get()
     return make() if kept is None else kept.take(make)
 
 
-def is_kept() -> bool:
-    """Whether what is made now is kept for a second run."""
-    return _KEPT.get() is not None
+def kept_now() -> Kept | None:
+    """Where what is made now is kept for a second run."""
+    return _KEPT.get()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,9 +116,25 @@ def poisoned_buffers() -> Iterator[None]:
         _POISONED = before
 
 
+_OUTERMOST: ContextVar[int | None] = ContextVar("fxskip_outermost_pass", default=None)
+
+
 def backward_pass() -> int:
     """The number of the backward pass that runs in this thread; -1 outside of any."""
-    return int(torch._C._current_graph_task_id())
+    outermost = _OUTERMOST.get()
+    return int(torch._C._current_graph_task_id()) if outermost is None else outermost
+
+
+@contextmanager
+def one_backward_pass() -> Iterator[None]:
+    """While it is open, backward passes inside the one that runs belong to it: what they start may outlast them."""
+    number = backward_pass()
+    _look_at_end_of(number)
+    token = _OUTERMOST.set(number)
+    try:
+        yield
+    finally:
+        _OUTERMOST.reset(token)
 
 
 def _look_at_end_of(backward: int) -> None:

@@ -15,135 +15,28 @@ Rule = Literal["aligned", "product", "reduction", "shape"]
 row of them; product: of matrices, in the last two dimensions; reduction: along given dimensions; shape: the same
 numbers in another shape."""
 
-_ALIGNED = frozenset(
-    [
-        "abs",
-        "add",
-        "addcmul",
-        "bfloat16",
-        "bitwise_and",
-        "bitwise_not",
-        "ceil",
-        "clamp",
-        "clamp_max",
-        "clamp_min",
-        "clone",
-        "contiguous",
-        "copy",
-        "copysign",
-        "cos",
-        "detach",
-        "div",
-        "double",
-        "dropout",
-        "empty_like",
-        "eq",
-        "erf",
-        "exp",
-        "expm1",
-        "float",
-        "floordiv",
-        "full_like",
-        "ge",
-        "gelu",
-        "gt",
-        "half",
-        "hardtanh",
-        "iadd",
-        "identity",
-        "imul",
-        "isub",
-        "itruediv",
-        "le",
-        "leaky_relu",
-        "log",
-        "log1p",
-        "logical_and",
-        "logical_not",
-        "lt",
-        "masked_fill",
-        "maximum",
-        "minimum",
-        "mul",
-        "multiply",
-        "ne",
-        "neg",
-        "nan_to_num",
-        "ones_like",
-        "pow",
-        "reciprocal",
-        "relu",
-        "rsqrt",
-        "rsub",
-        "sigmoid",
-        "sign",
-        "silu",
-        "sin",
-        "softplus",
-        "sqrt",
-        "square",
-        "sub",
-        "subtract",
-        "tanh",
-        "to",
-        "truediv",
-        "type",
-        "type_as",
-        "where",
-        "zeros_like",
-        "zero",
-        "fill",
-        "cat",
-        "concat",
-        "concatenate",
-    ]
-)
+# fmt: off
+_ALIGNED = frozenset((
+    "abs", "add", "addcmul", "bfloat16", "bitwise_and", "bitwise_not", "ceil", "clamp", "clamp_max",
+    "clamp_min", "clone", "contiguous", "copy", "copysign", "cos", "detach", "div", "double", "dropout",
+    "empty_like", "eq", "erf", "exp", "expm1", "float", "floordiv", "full_like", "ge", "gelu", "gt", "half",
+    "hardtanh", "iadd", "imul", "isub", "itruediv", "le", "leaky_relu", "log", "log1p", "logical_and",
+    "logical_not", "lt", "masked_fill", "maximum", "minimum", "mul", "multiply", "ne", "neg", "nan_to_num",
+    "ones_like", "pow", "reciprocal", "relu", "rsqrt", "rsub", "sigmoid", "sign", "silu", "sin", "softplus",
+    "sqrt", "square", "sub", "subtract", "tanh", "to", "truediv", "type", "type_as", "where", "zeros_like",
+    "zero", "fill", "cat", "concat", "concatenate",
+))
+_REDUCTIONS = frozenset((
+    "mean", "sum", "softmax", "log_softmax", "amax", "amin", "logsumexp", "cumsum", "norm", "vector_norm",
+    "normalize", "rms_norm", "layer_norm", "var", "std", "flip", "roll",
+))
+_SHAPES = frozenset((
+    "view", "reshape", "flatten", "unflatten", "transpose", "permute", "swapaxes", "movedim", "unsqueeze",
+    "squeeze", "expand", "view_as_complex", "view_as_real", "getitem", "split", "chunk", "unbind", "select",
+    "narrow", "repeat_interleave",
+))
+# fmt: on
 _PRODUCTS = frozenset({"matmul", "bmm", "scaled_dot_product_attention"})
-_REDUCTIONS = frozenset(
-    [
-        "mean",
-        "sum",
-        "softmax",
-        "log_softmax",
-        "amax",
-        "amin",
-        "logsumexp",
-        "cumsum",
-        "norm",
-        "vector_norm",
-        "normalize",
-        "rms_norm",
-        "layer_norm",
-        "var",
-        "std",
-        "flip",
-        "roll",
-    ]
-)
-_SHAPES = frozenset(
-    [
-        "view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "transpose",
-        "permute",
-        "swapaxes",
-        "movedim",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "view_as_complex",
-        "view_as_real",
-        "getitem",
-        "split",
-        "chunk",
-        "unbind",
-        "select",
-        "narrow",
-        "repeat_interleave",
-    ]
-)
 RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "expand"})
 """Operations that join dimensions or take them apart, or write sizes."""
 BLANKS = frozenset({"new_empty", "new_zeros", "new_ones", "new_full"})
@@ -175,16 +68,17 @@ def dims_reduced(node: fx.Node, rank: int) -> frozenset[int]:
         return _indexed(node.args[1], rank) if is_tensor(node.args[0]) else frozenset()
     if name in ("rms_norm", "layer_norm"):
         given = node.args[1] if len(node.args) > 1 else node.kwargs["normalized_shape"]
-        return frozenset(range(rank - (len(given) if isinstance(given, tuple | list) else 1), rank))  # type: ignore[arg-type]
+        return frozenset(range(rank - (len(given) if isinstance(given, tuple | list) else 1), rank))
     if name not in _REDUCTIONS | _ALONG:
         return frozenset()
     position = _DIM_POSITION.get(name, 1)
     missing = _DIM_DEFAULT.get(name)
-    given = node.kwargs.get("dim", node.args[position] if len(node.args) > position else missing)
+    by_position: Any = node.args[position] if len(node.args) > position else missing
+    given = node.kwargs.get("dim", node.kwargs.get("dims", by_position))
     if given is None:
         return frozenset(range(rank))
     dims = given if isinstance(given, tuple | list) else (given,)
-    return frozenset(int(d) % rank for d in dims)  # type: ignore[arg-type, call-overload]
+    return frozenset(int(d) % rank for d in dims)
 
 
 def _indexed(index: Any, rank: int) -> frozenset[int]:

@@ -117,9 +117,9 @@ class _Sums:
         written = writers(graph)
         for node in graph.nodes:
             is_plain = node.target is not add_scattered and mutated_base(node) is None
-            if is_add(node) and is_plain and storage(node) not in written and _one_type(node):
-                if any(a in self._opened or a.target is reduce for a in node.all_input_nodes):
-                    self._opened.add(node)
+            has_sum = any(a in self._opened or a.target is reduce for a in node.all_input_nodes)
+            if has_sum and is_plain and is_add(node) and storage(node) not in written and _one_type(node):
+                self._opened.add(node)
         self._read = {
             n: self._terms(n)
             for n in graph.nodes
@@ -173,7 +173,7 @@ class _Sums:
         """The sum over ranks of the sum of the members, behind the last of these."""
         order = {n: i for i, n in enumerate(self._graph.nodes)}
         parts = [n.args[0] for n in group]
-        at = max(parts, key=lambda n: order[n])  # type: ignore[index, arg-type]
+        at = max(parts, key=lambda n: order[n])
         total = parts[0]
         for part in parts[1:]:
             with self._graph.inserting_after(at):  # type: ignore[arg-type]
@@ -241,8 +241,8 @@ def _view_each_term(graph: fx.Graph) -> None:
     with_sum: set[fx.Node] = set()
     for node in list(graph.nodes):
         added = _viewed(node)
-        if added in with_sum and is_add(added):  # type: ignore[arg-type]
-            _add_views(graph, node, added, with_sum)  # type: ignore[arg-type]
+        if added is not None and added in with_sum and is_add(added):
+            _add_views(graph, node, added, with_sum)
             continue
         is_term = node.target is reduce or is_add(node) or _viewed(node) is not None
         if node.target is reduce or (is_term and any(a in with_sum for a in node.all_input_nodes)):
@@ -334,9 +334,8 @@ def _gate(node: fx.Node, factor: fx.Node) -> fx.Node | None:
 
 def _viewed(node: fx.Node) -> fx.Node | None:
     """What the node views, or scales by a constant, in the same type; None where its memory is written in place."""
-    if op_name(node) in CASTS or storage(node) in writers(node.graph):
-        return None
-    return linear_operand(node, set(node.graph.nodes))
+    source = linear_operand(node, node.all_input_nodes) if op_name(node) not in CASTS else None
+    return source if source is None or storage(node) not in writers(node.graph) else None
 
 
 # --- backward ------------------------------------------------------------------------------------

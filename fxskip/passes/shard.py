@@ -2,7 +2,7 @@
 
     before       hidden, index, weights -> experts (a leaf) -> routed
 
-    all_to_all   index -> order, counts        each rank counts what it has for the experts of the others
+    all_to_all   index -> pairs -> order, counts   each rank counts what it has for the experts of the others
                  hidden -> permute -> dispatch -> own experts -> combine -> unpermute -> routed
     all_reduce   index -> order                all ranks have the same tokens; each finds those of its own experts
                  hidden -> enter -> permute -> own experts -> unpermute -> partial -> reduce -> routed
@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from fxskip.collectives import expert_parallel as ep
 from fxskip.collectives import replicated_tokens as rt
 from fxskip.collectives.measuring import chosen_experts
+from fxskip.collectives.routing import order_of, permute, sort_pairs, unpermute
 from fxskip.errors import PassError
 from fxskip.ir import NodeInfo, annotate, copy_graph, info, is_leaf, is_tensor, leaf_path, value
 from fxskip.parallel import ExpertStack, RegionParallel
@@ -64,14 +65,15 @@ def _exchange_rows(leaf: fx.Node, experts: int, axis: str) -> fx.Node:
     hidden, index, weights = routed_arguments(leaf)
     call = _Caller(leaf, hidden)
     index = call.choices(chosen_experts, index, experts)
-    counts = call(ep.start_counts, index, hidden, leaf_path(leaf), experts, axis)
-    order = call(ep.sort_by_expert, index)
-    rows = call.rows(ep.permute, hidden, order, index)
+    pairs = call(sort_pairs, index, experts)
+    counts = call(ep.start_counts, pairs, hidden, leaf_path(leaf), axis)
+    order = call(order_of, pairs)
+    rows = call.rows(permute, hidden, order)
     routing = call(ep.wait_counts, counts, axis)
     arrived = call.rows(exchange, rows, routing, "dispatch")
     made = call.rows(ep.run_own_experts, leaf_path(leaf), arrived, routing)
     returned = call.rows(exchange, made, routing, "combine")
-    return call(ep.unpermute, returned, order, weights, value(hidden).dtype)
+    return call(unpermute, returned, order, weights, value(hidden).dtype)
 
 
 def _add_up(leaf: fx.Node, experts: int, axis: str) -> fx.Node:
@@ -79,11 +81,11 @@ def _add_up(leaf: fx.Node, experts: int, axis: str) -> fx.Node:
     call = _Caller(leaf, hidden)
     index = call.choices(chosen_experts, index, experts)
     choices = call(rt.own_choices, index, experts, axis)
-    order = call(rt.order_of, choices)
-    rows = call.rows(ep.permute, marked(leaf.graph, enter, hidden, axis), order, index)
+    order = call(order_of, choices)
+    rows = call.rows(permute, marked(leaf.graph, enter, hidden, axis), order)
     made = call.rows(ep.run_own_experts, leaf_path(leaf), rows, choices)
     entered = marked(leaf.graph, enter, weights, axis)
-    own = call.tokens(ep.unpermute, made, order, entered, value(hidden).dtype)
+    own = call.tokens(unpermute, made, order, entered, value(hidden).dtype)
     return call.tokens(reduce, call.tokens(partial, own, axis), axis)
 
 

@@ -12,7 +12,6 @@ A mean or a sum over the cut dimension is a partial value, and is reduced.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from fxskip.collectives.cut_linear import own_part, run_cut_linear
 from fxskip.errors import PassError, first_line
-from fxskip.ir import copy_graph, is_tensor, module_path, mutated_base, op_name, storage, value
+from fxskip.ir import copy_graph, is_tensor, module_path, mutated_base, op_name, storage, value, writers
 from fxskip.parallel import TENSOR
 from fxskip.passes.cut_dims import (
     BLANKS,
@@ -75,6 +74,7 @@ class _Cutter:
         self._stand_ins: dict[fx.Node, Any] = {}
         self._parts: dict[tuple[fx.Node, int], fx.Node] = {}
         self._with_gradient = differentiable(graph)
+        self._written = writers(graph)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def run(self) -> None:
@@ -184,14 +184,14 @@ class _Cutter:
         """The cut dimension of the result, dimensions counted from the last as broadcasting does."""
         cut = [a for a in node.all_input_nodes if self._dims.get(a) is not None]
         rank = self._rank_of_result(node)
-        found = {(self._dims[a] or 0) + rank - value(a).dim() for a in cut}
+        found = {(self._dims[a] or 0) + rank - int(value(a).dim()) for a in cut}
         if len(found) != 1:
             where = ", ".join(f"{a.name!r} in {self._dims[a]}" for a in cut)
             raise self._refusal(node, f"joins values that are cut in different dimensions: {where}")
         return found.pop()
 
     def _rank_of_result(self, node: fx.Node) -> int:
-        return max(value(a).dim() for a in node.all_input_nodes if is_tensor(a))
+        return max(int(value(a).dim()) for a in node.all_input_nodes if is_tensor(a))
 
     def _own(self, node: fx.Node, dim: int) -> fx.Node:
         """This rank's part of a value that all have."""
@@ -226,6 +226,8 @@ class _Cutter:
         return new
 
     def _entered(self, node: fx.Node) -> fx.Node:
+        if storage(node) in self._written:
+            raise self._refusal(node, "meets a value that is cut, and its memory is written in place")
         return marked(self._graph, enter, node, TENSOR) if node in self._with_gradient else node
 
     def _make_blank(self, node: fx.Node, dim: int) -> None:
@@ -258,7 +260,7 @@ class _Cutter:
             with self._mode, torch.no_grad():
                 if node.op == "call_method":
                     return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-                assert isinstance(node.target, Callable)  # type: ignore[arg-type]
+                assert callable(node.target)
                 return node.target(*args, **kwargs)
         except Exception as error:
             raise self._refusal(node, f"does not run on a part: {first_line(error)}") from error

@@ -15,7 +15,18 @@ from __future__ import annotations
 from torch import fx, nn
 
 from fxskip.collectives.cut_linear import Cut
-from fxskip.ir import block_nodes, info, is_matrix_product, module_path, op_name, reachable, value, writes
+from fxskip.ir import (
+    block_nodes,
+    dataflow,
+    info,
+    is_matrix_product,
+    module_path,
+    op_name,
+    reachable,
+    reverse,
+    value,
+    writes,
+)
 
 _CUT_KINDS = ("attention", "dense", "moe")
 
@@ -26,14 +37,15 @@ def tensor_plan(graph: fx.Graph) -> dict[str, Cut]:
     Needs    the annotations of `split_contributions`
     """
     plan: dict[str, Cut] = {}
+    edges = dataflow(graph)
     for write in writes(graph):
         about = info(write.result)
         assert about is not None
         if about.kind not in _CUT_KINDS:
             continue
         block = set(block_nodes(graph, write.number))
-        after = {n: {u for u in n.users if u in block} for n in block}
-        before = {n: {a for a in n.all_input_nodes if a in block} for n in block}
+        after = {n: edges[n] & block for n in block}
+        before = reverse(after)
         products = {n for n in block if is_matrix_product(n)}
         for last in (n for n in graph.nodes if n in block and _is_linear(n)):
             if (reachable([last], after) & products) - {last}:
@@ -42,9 +54,9 @@ def tensor_plan(graph: fx.Graph) -> dict[str, Cut]:
             # One that leads to another of them is no neighbour of the last: the low-rank keys of latent attention.
             columns = {c for c in columns if not (reachable([c], after) & columns) - {c}}
             if columns and all(map(_is_linear, columns)):
-                plan |= {module_path(last): "row"} | dict.fromkeys(
-                    sorted(map(module_path, columns)), "column"
-                )
+                plan[module_path(last)] = "row"
+                for path in sorted(map(module_path, columns)):
+                    plan[path] = "column"
     return plan
 
 

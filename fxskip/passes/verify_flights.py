@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxskip.collectives.border import arrived_value, leave_pending, stand_in
+from fxskip.collectives.border import arrived_value, leave_pending
 from fxskip.errors import ScheduleError
 from fxskip.ir import mutated_base, op_name, storage
 from fxskip.passes.split_collectives import is_start, is_wait
@@ -51,8 +51,7 @@ def _described(start: fx.Node) -> str:
 def _check_start(start: fx.Node, position: dict[fx.Node, int]) -> None:
     waits = [user for user in start.users if is_wait(user)]
     leaves = [user for user in start.users if user.target is leave_pending]
-    # A stand-in has the buffer for an operand so that gradients meet there, and reads nothing of it.
-    others = [u for u in start.users if u not in (*waits, *leaves) and u.target is not stand_in]
+    others = [user for user in start.users if user not in (*waits, *leaves)]
     if others:
         raise _fault(
             f"{others[0].name!r} ({op_name(others[0])}) reads {start.name!r}, a buffer in flight", start

@@ -16,13 +16,15 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import _StopRecomputationError
 
+from fxskip.backward.explicit_region import explicit_region, has_flights, is_explicit
 from fxskip.capture.region import CompiledRegion, Streams, compile_region
 from fxskip.capture.sharding import refuse_to_pickle, set_own_class
 from fxskip.capture.twin import layer_class, require_own_class_forward
 from fxskip.collectives.border import Pending, Tail, at_border
 from fxskip.collectives.failures import begin_pass, tell
-from fxskip.collectives.landing import drain
+from fxskip.collectives.landing import backward_pass, drain
 from fxskip.errors import CaptureError, CollectiveError, PassError
 from fxskip.leaves import make_leaf, running
 from fxskip.parallel import Ranks, RegionParallel
@@ -69,10 +71,13 @@ class Region(nn.Module):
         """Call the layer, with the hooks on it. Hooks on what it is called with find finished streams."""
         if self.fxskip_parallel is None:
             return super().__call__(hidden_states, *args, **kwargs)
-        if self.fxskip_layer == 0:
+        if self.fxskip_layer == 0 and backward_pass() == -1:
             begin_pass()
         try:
             return super().__call__(_entering(self, hidden_states), *args, **kwargs)
+        except _StopRecomputationError:  # how torch's checkpoint ends a second run that has gone far enough
+            drain()
+            raise
         except BaseException as error:
             self._leave_nothing_in_flight(error)
             raise
@@ -202,6 +207,8 @@ def _build(
     else:
         name = region_name(wiring, lower, parallel, arriving)
         graph = parallelise(module.graph, wiring, parallel, arriving, name)
+        if is_explicit(parallel) and torch.is_grad_enabled() and has_flights(graph):
+            return explicit_region(module, graph, schedules_of(name)[-1], parallel)
         schedule = next(reversed(schedules_of(name)), None)
     rewired = fx.GraphModule(module, graph)
     run = lowered(lower, rewired, example_inputs)

@@ -6,28 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fxskip.collectives.border import leave_pending
-from fxskip.collectives.expert_parallel import unpermute
-from fxskip.errors import ScheduleError
+from fxskip.collectives.routing import unpermute
 from fxskip.ir import value
-from fxskip.parallel import EXPERT, RegionParallel
+from fxskip.parallel import RegionParallel
 from fxskip.passes.dependencies import Unit
-from fxskip.schedule.cost_table import load_costs
 from fxskip.schedule.hardware import load_hardware
-from fxskip.schedule.machine import Machine, contention_of
+from fxskip.schedule.machine import Machine
 from fxskip.schedule.node_costs import NodeCosts
-from fxskip.schedule.optimal import solve_optimal
-from fxskip.schedule.problem import OrderRule
+from fxskip.schedule.order_backward import BackwardSchedule
 from fxskip.schedule.region_tasks import RegionTasks, region_tasks
 from fxskip.schedule.result import Schedule
 from fxskip.schedule.sizes import product
-from fxskip.schedule.solve import solve
+from fxskip.schedule.solve_region import machine_of, measured_graph, region_schedule
 from fxskip.schedule.tasks import TaskGraph
 
-_TRIES = 300
-"""Orders that are costed. Not seconds: every rank has to find the same order by itself."""
 
-
-@dataclass(frozen=True)
+@dataclass
 class RegionSchedule:
     """What one capture of a region was ordered by."""
 
@@ -39,7 +33,9 @@ class RegionSchedule:
     machine: Machine | None
     """What candidates were simulated on; None where nothing is known of contention."""
     schedule: Schedule
-    """Of the tasks; the backward pass runs in the mirror image of its order."""
+    """Of the tasks."""
+    backward: BackwardSchedule | None = None
+    """Of the backward pass; None where that runs in the mirror image of the forward order."""
 
 
 _FOUND: dict[str, list[RegionSchedule]] = {}
@@ -63,54 +59,14 @@ def order_region(
         left = next((n for u in units for n in u.nodes if n.target is leave_pending), None)
         repeats = (left.args[0] if left is not None else None) == arriving
         tasks = region_tasks(units, _costs(units, parallel), repeats=repeats)
-        _FOUND.setdefault(region, []).append(region_schedule(region, tasks, parallel))
+        graph, machine = measured_graph(tasks, parallel.schedule.costs), machine_of(parallel)
+        schedule = region_schedule(tasks, parallel)
         tasks.mark()
-        schedule = _FOUND[region][-1].schedule
+        _FOUND.setdefault(region, []).append(RegionSchedule(region, tasks, graph, machine, schedule))
         first = tasks.order(schedule.order)
         return [*first, *(u for u in units if u not in set(first))]
 
     return ordered
-
-
-def region_schedule(region: str, tasks: RegionTasks, parallel: RegionParallel) -> RegionSchedule:
-    """The schedule of a region's tasks that the spec's `schedule` asks for.
-
-    Raises ScheduleError where no order keeps to `max_in_flight_mib`, where a cost table lacks a task, and
-    where OR-tools is asked for and missing.
-    """
-    wish, machine = parallel.schedule, _machine(parallel)
-    graph = _with_measured(tasks, wish.costs)
-    rule: OrderRule = "periodic" if tasks.copies > 1 else "layers"
-    cap = wish.max_in_flight_mib << 20
-    if wish.solver == "cp_sat":  # which knows no periodic orders: a region in the middle stands for all
-        optimum = solve_optimal(graph, rule="layers", max_in_flight_bytes=cap, repeatable=True)
-        return RegionSchedule(region, tasks, graph, machine, optimum.schedule)
-    found = solve(graph, rule=rule, machine=machine, max_in_flight_bytes=cap, tries=_TRIES)
-    return RegionSchedule(region, tasks, graph, machine, found)
-
-
-def _with_measured(tasks: RegionTasks, costs: str) -> TaskGraph:
-    """The task graph, with the costs of a table, by role, where the spec names one."""
-    if costs == "roofline":
-        return tasks.graph
-    table = load_costs(costs).costs_us
-    unknown = sorted({task.role for task in tasks.graph} - set(table))
-    if unknown:
-        raise ScheduleError(
-            "schedule.costs",
-            f"the table has no cost for {', '.join(unknown)}",
-            where=costs,
-            hint="measure this model with fxskip trace, or write costs: roofline",
-        )
-    return tasks.graph.with_costs({task.name: table[task.role] for task in tasks.graph})
-
-
-def _machine(parallel: RegionParallel) -> Machine | None:
-    """What candidates are simulated on; None where nothing is known of contention: then makespans are compared."""
-    if parallel.transport == "gloo":
-        return None
-    contention = contention_of(load_hardware(parallel.hardware), parallel.transport)
-    return Machine(contention={EXPERT: contention}) if contention is not None else None
 
 
 def _costs(units: list[Unit], parallel: RegionParallel) -> NodeCosts:

@@ -8,13 +8,14 @@ other, so the order is sought for several copies of the region in a row, each of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from fxskip.collectives.border import arrived_value, leave_pending, stand_in
 from fxskip.collectives.expert_parallel import start_counts, wait_counts
+from fxskip.collectives.in_flight import start_of_next
 from fxskip.ir import info, stream_inputs, stream_outputs
 from fxskip.parallel import EXPERT
 from fxskip.passes.dependencies import Unit
@@ -29,10 +30,21 @@ _ALMOST_NOTHING_US = 0.01
 """Of a task that only takes views: times are positive."""
 
 
+ARRIVAL = "arrival"
+"""The role of the exchange that the layer before started."""
+
+
 TASK = "fxskip_task"
 """Key in a node's metadata: role and lane of the task that the node belongs to."""
+WAITS_FOR = "fxskip_waits_for"
+"""Key in the metadata of a wait: role of the collective."""
 
 _ROUTES: dict[object, str] = {start_counts: "counts", wait_counts: "routing"}
+
+
+def wait_step(role: str) -> str:
+    """The name, in a region's program, of the step that waits for a collective."""
+    return f"{role}.wait"
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,12 @@ class RegionTasks:
     first: tuple[Unit, ...]
     """Units before all tasks: what enters the region."""
     copies: int
+    counts: frozenset[str]
+    """Roles of exchanges that no gradient comes back through."""
+    leaving: frozenset[str]
+    """Roles of collectives that the next layer waits for."""
+    collectives: dict[fx.Node, str]
+    """The role of each flight."""
 
     @property
     def copy(self) -> int:
@@ -54,11 +72,13 @@ class RegionTasks:
         return max(0, self.copies - 2)
 
     def mark(self) -> None:
-        """Note in the metadata of the units' nodes which task each belongs to."""
+        """Note in the metadata of the units' nodes which task each belongs to, or waits for."""
         for role, group in self.roles.items():
             place = role, self.graph[f"{self.copy}.{role}"].lane
             for node in (n for unit in group for n in unit.nodes):
                 node.meta[TASK] = place
+        for node in (n for group in self.waits.values() for unit in group for n in unit.nodes):
+            node.meta[WAITS_FOR] = self.collectives.get(node.all_input_nodes[-1], ARRIVAL)
 
     def order(self, host_order: Sequence[str]) -> list[Unit]:
         """The units in the order that a schedule of `graph` gives a region between others."""
@@ -119,7 +139,17 @@ class _Builder:
             waits,
             tuple(u for u in self.units if self._enters(u)),
             copies,
+            frozenset(
+                r for r, group in roles.items() if self._any(group, lambda n: n.target is start_counts)
+            ),
+            frozenset(
+                r for r, group in roles.items() if self._any(group, lambda n: n.target is start_of_next)
+            ),
+            self.collective,
         )
+
+    def _any(self, group: Sequence[Unit], question: Callable[[fx.Node], bool]) -> bool:
+        return any(self._is(unit, question) for unit in group)
 
     def _add_arrival(
         self, tasks: list[Task], needs: dict[str, set[str]], roles: dict[str, list[Unit]], copies: int
@@ -130,11 +160,11 @@ class _Builder:
             return
         node = next(n for n in arriving[0].nodes if _waits(n))
         tasks.insert(
-            0, Task("0.arrival", EXPERT, self.costs.exchange_us(node), role="arrival", phase="forward")
+            0, Task(f"0.{ARRIVAL}", EXPERT, self.costs.exchange_us(node), role=ARRIVAL, phase="forward")
         )
         for role, group in roles.items():
             if any(u in unit.before for unit in group for u in arriving):
-                needs[f"0.{role}"].add("0.arrival")
+                needs[f"0.{role}"].add(f"0.{ARRIVAL}")
 
     # --- which unit belongs to which task ---
 

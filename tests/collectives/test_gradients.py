@@ -70,9 +70,9 @@ def the_norm_of_the_whole_gradient(rank: int, folder: Path) -> None:
         twin(**own_batch(rank), use_cache=False).loss.backward()
         fxskip.average_gradients(twin)
         gradients_of_the_mean(alone, 2)
-        want = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5, norm_type)
-        got = fxskip.clip_grad_norm_(twin.parameters(), 0.5, norm_type)
-        assert difference(got, want) < ROUNDING and float(want) > 0.5
+        want = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.01, norm_type)
+        got = fxskip.clip_grad_norm_(twin.parameters(), 0.01, norm_type)
+        assert difference(got, want) < ROUNDING and float(want) > 0.01
         assert_close(twin, {n: p.grad for n, p in alone.named_parameters() if p.grad is not None})
 
 

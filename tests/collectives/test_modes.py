@@ -45,26 +45,15 @@ def experts_that_cannot_be_spread(rank: int, folder: Path) -> None:
     assert all(p is before[name] for name, p in original.named_parameters())
 
 
-def check(function, *names: str):  # type: ignore[no-untyped-def]
-    """`function` with its first arguments, under a name that a hang shows."""
-    bound = partial(function, *names)
-    bound.__name__ = f"{function.__name__}({', '.join(names)})"  # type: ignore[attr-defined]
-    return bound
-
-
-@pytest.mark.distributed
-def test_two_processes(tmp_path: Path) -> None:
-    checks = (
-        check(all_modes_and_one_process, "deepseek_v2", "farskip"),
-        check(grouped_kernels_in_float32, "qwen2_moe"),
-        experts_that_cannot_be_spread,
-    )
-    run_on_ranks(checks, tmp_path, limit_s=240)
-
-
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_architecture_and_preset(kind: str, tmp_path: Path) -> None:
-    checks = [check(all_modes_and_one_process, kind, preset) for preset in (*PRESETS, "split")]
-    run_on_ranks([*checks, check(grouped_kernels_in_float32, kind)], tmp_path, limit_s=900)
+    checks = [partial(all_modes_and_one_process, kind, preset) for preset in (*PRESETS, "split")]
+    run_on_ranks([*checks, partial(grouped_kernels_in_float32, kind)], tmp_path, limit_s=560)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_refusal(tmp_path: Path) -> None:
+    run_on_ranks((experts_that_cannot_be_spread,), tmp_path, limit_s=120)

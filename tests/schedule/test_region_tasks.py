@@ -7,16 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from fxskip.analysis import Analysis
 from fxskip.errors import PassError, ScheduleError
 from fxskip.ir import is_matrix_product
 from fxskip.passes.place import place
 from fxskip.passes.split_collectives import is_start, is_wait
 from fxskip.passes.verify_flights import flight_plan, verify_flights
-from fxskip.schedule.order_region import _costs, order_region, region_schedule, schedules_of
+from fxskip.schedule.order_region import _costs, order_region, schedules_of
 from fxskip.schedule.region_tasks import RegionTasks, region_tasks
+from fxskip.schedule.solve_region import region_schedule
 from fxskip.schedule.tasks import HOST
 from fxskip.spec import Schedule
-from tests.schedule.regions import Drawn, region
+from tests.schedule.regions import Drawn, declared, region
+from tests.zoo import tiny
 
 drawn = cache(region)
 
@@ -80,7 +83,7 @@ def test_a_start_stands_right_behind_its_last_producer() -> None:
     for spec in ("farskip", "ladder"):
         one = drawn("deepseek_v2", spec)
         tasks = tasks_of(one)
-        order = region_schedule("region", tasks, one.parallel).schedule.order
+        order = region_schedule(tasks, one.parallel).order
         for at, name in enumerate(order):
             task = tasks.graph[name]
             if task.is_collective:
@@ -126,12 +129,12 @@ def test_measured_costs_replace_estimates(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(table))
     wish = replace(one.parallel, schedule=Schedule(costs=str(path)))
-    found = region_schedule("region", tasks, wish).schedule
+    found = region_schedule(tasks, wish)
     assert {round(one.end_us - one.start_us, 6) for one in found.placed} == {7.0}
     del table["costs_us"]["dispatch"]
     path.write_text(json.dumps(table))
     with pytest.raises(ScheduleError, match="no cost for dispatch"):
-        region_schedule("region", tasks, wish)
+        region_schedule(tasks, wish)
 
 
 def test_a_cap_that_no_order_keeps() -> None:
@@ -140,7 +143,7 @@ def test_a_cap_that_no_order_keeps() -> None:
     tasks = region_tasks(one.units, costs, repeats=True)
     huge = replace(tasks, graph=_with_bytes(tasks, 1 << 40))
     with pytest.raises(ScheduleError, match="bytes in flight"):
-        region_schedule("region", huge, one.parallel)
+        region_schedule(huge, one.parallel)
 
 
 def _with_bytes(tasks: RegionTasks, held: int):
@@ -148,6 +151,18 @@ def _with_bytes(tasks: RegionTasks, held: int):
 
     changed = [replace(t, bytes_in_flight=held) if t.bytes_in_flight else t for t in tasks.graph]
     return TaskGraph(changed, tasks.graph.needs)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "mixtral"])
+def test_experts_that_run_as_they_are_cost_what_their_products_do(model_type: str) -> None:
+    """As in a parallel student: the products that the graph of the whole model shows are hidden in one node."""
+    model = tiny(model_type, layers=2)
+    experts = next(m for m in model.modules() if type(m).__name__.endswith("Experts"))
+    shown = Analysis.of_original("test", model, None).costs.blocks[-1].parts
+    with declared(type(experts)):
+        hidden = Analysis.of_original("test", model, None).costs.blocks[-1].parts
+    assert hidden == shown
+    assert next(p for p in hidden if p.name == "routed").flops_per_token
 
 
 def test_an_order_that_leaves_something_out_is_refused() -> None:

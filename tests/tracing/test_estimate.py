@@ -64,7 +64,7 @@ def test_compute_adds_up():
 
 def test_the_backward_is_the_mirror_image_without_counts():
     found = estimated([layer("farskip")] * LAYERS, backward=True)
-    forward = [name for name in found["forward"].schedule.order]
+    forward = list(found["forward"].schedule.order)
     mirrored = [name.removesuffix(".bwd") for name in reversed(found["backward"].schedule.order)]
     without = [n for n in forward if n.partition(".")[2] not in ("counts", "routing")]
     assert mirrored == without
