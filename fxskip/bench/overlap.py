@@ -60,7 +60,7 @@ def _parts(body: Body, ranks: int, setting: Setting) -> Iterator[Part]:
     try:
         yield from in_processes(body, ranks, environment=setting.environment)
     except FxskipError as error:
-        kind = UNAVAILABLE if error.found.startswith(_OUT_OF_MEMORY) else FAILED
+        kind = UNAVAILABLE if _OUT_OF_MEMORY in str(error) else FAILED  # another rank may be the one to tell
         yield (kind,), f"{error.who}: {error.found}"
 
 

@@ -29,7 +29,7 @@ from fxskip.bench.overlap_model import (
 from fxskip.bench.power import PowerLog, Window
 from fxskip.collectives.measuring import routing_in_turn
 from fxskip.schedule.cost_table import save_costs
-from fxskip.tracing.figures import Rank, figures
+from fxskip.tracing.figures import PARTS, Rank, figures
 from fxskip.tracing.runs import MODES, Mode, ModeRuns, Stepper, Times, median_over_ranks
 
 Part = tuple[tuple[str, ...], Any]
@@ -61,7 +61,13 @@ def measure_pair(setting: Setting, rank: int) -> Iterator[Part]:
     yield ("environment",), environment() | {"nccl": _nccl()}
     with tempfile.TemporaryDirectory() as folder:
         models = {wiring: _student(setting, wiring, rank, Path(folder)) for wiring in PRESETS}
-    steppers = {w: stepper(setting, model, rank=rank, together=True) for w, model in models.items()}
+        steppers = {w: stepper(setting, model, rank=rank, together=True) for w, model in models.items()}
+        yield from _measured(setting, steppers, rank)  # captures read the costs in the folder
+    yield ("peak_gib",), _peak()
+
+
+def _measured(setting: Setting, steppers: dict[Wiring, Stepper], rank: int) -> Iterator[Part]:
+    """All conditions, one after the other."""
     for data, routings in _data_and_routings():
         if data == "zero data":
             zero(steppers.values())
@@ -76,7 +82,6 @@ def measure_pair(setting: Setting, rank: int) -> Iterator[Part]:
             for wiring, one in steppers.items():
                 found = _traced(setting, one, Variant(wiring, routing, data, "as it is"), gathered)
                 yield (f"{routing}, {data}", wiring, "trace"), found
-    yield ("peak_gib",), _peak()
 
 
 def measure_alone(setting: Setting, rank: int) -> Iterator[Part]:
@@ -110,8 +115,10 @@ def _student(setting: Setting, wiring: Wiring, rank: int, folder: Path) -> Any:
         return model
     one = stepper(setting, model, rank=rank, together=True)
     costs = fxskip.trace(model, one.batch, steps=2).costs()
-    path = folder / f"{wiring}.json"
-    save_costs(costs, path)
+    path = _gathered(folder / f"{wiring}.json")[0]  # the spec names the file, so it is one for all ranks
+    if rank == 0:
+        save_costs(costs, path)
+    dist.barrier()
     del model, one
     return student(setting, wiring, path)
 
@@ -173,16 +180,15 @@ def _traced(
         }
         for rank, times in zip(watched, gathered, strict=True)
     ]
-    found = {part: figures(timed, part) for part in ("forward", "backward", "step")}  # type: ignore[arg-type]
+    found = {part: figures(timed, part) for part in PARTS}
     return {part: asdict(one) | {"hidden": one.hidden} for part, one in found.items()}
 
 
 def _row(per_rank: Sequence[Sequence[Times]]) -> dict[str, Any]:
     """Medians of the slower rank, and all samples of all ranks, in milliseconds."""
-    parts = ("forward", "backward", "step")
     medians = {
-        f"{part}_ms": median_over_ranks([[t.of(part) / 1e3 for t in own] for own in per_rank])  # type: ignore[arg-type]
-        for part in parts
+        f"{part}_ms": median_over_ranks([[t.of(part) / 1e3 for t in own] for own in per_rank])
+        for part in PARTS
     }
     samples = [[{"forward": t.forward_us / 1e3, "step": t.step_us / 1e3} for t in own] for own in per_rank]
     return medians | {"samples_ms": samples}

@@ -110,7 +110,7 @@ def overlap(
     out: Annotated[Path, typer.Option("--out", dir_okay=False, help="JSON file with all samples.")],
     layers: Annotated[
         list[int] | None,
-        typer.Option("--layers", min=2, help="Can be given several times. Default: 8 and 27."),
+        typer.Option("--layers", min=3, help="Can be given several times. Default: 8 and 27."),
     ] = None,
     micro_batch: Annotated[
         list[int] | None,

@@ -12,6 +12,7 @@ from fxskip.schedule.overlap import OverlapFigures, overlap_figures
 from fxskip.schedule.problem import Problem
 from fxskip.schedule.result import Schedule, schedule_of
 from fxskip.schedule.tasks import HOST, Task, TaskGraph
+from fxskip.tracing.records import Phase
 
 _ARRIVAL = "arrival"
 _COUNTS = "counts"
@@ -27,11 +28,11 @@ class Estimate:
     """Simulated, with contention where the hardware file knows of it."""
 
 
-def estimated(layers: Sequence[RegionSchedule], *, backward: bool) -> dict[str, Estimate]:
+def estimated(layers: Sequence[RegionSchedule], *, backward: bool) -> dict[Phase, Estimate]:
     """By phase. The backward runs in the mirror image of the forward's order."""
     graph, order = whole_model(layers)
     machine = layers[0].machine
-    found = {"forward": _estimate(graph, order, machine)}
+    found: dict[Phase, Estimate] = {"forward": _estimate(graph, order, machine)}
     if backward:
         reverse = derive_backward(_differentiable(graph))
         mirrored = [f"{name}.bwd" for name in reversed(order) if f"{name}.bwd" in reverse]
@@ -78,7 +79,6 @@ def _differentiable(graph: TaskGraph) -> TaskGraph:
 def _estimate(graph: TaskGraph, order: Sequence[str], machine: Machine | None) -> Estimate:
     problem = Problem.of(graph)
     index = {name: i for i, name in enumerate(problem.names)}
-    figures = None
     found = schedule_of(
         graph, problem, [index[name] for name in order], rule="free", method="the layers' orders", cost_us=0.0
     )

@@ -19,6 +19,7 @@ from fxskip.tracing.records import Phase
 from fxskip.tracing.runs import Mode, ModeRuns, median_over_ranks
 
 Part = Literal["forward", "backward", "step"]
+PARTS: tuple[Part, ...] = ("forward", "backward", "step")
 Rank = Mapping[Mode, ModeRuns]
 
 
@@ -145,4 +146,5 @@ def _least(views: Sequence[Sequence[_View]]) -> float | None:
             return None
         same = zip(*(view.collectives for view in step), strict=True)
         sums.append(sum(min(end - start for start, end in spans) for spans in same))
-    return statistics.median(sums)
+    found: float = statistics.median(sums)
+    return found

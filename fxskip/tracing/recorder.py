@@ -195,6 +195,7 @@ class Recorder:
     def record(self) -> StepRecord:
         """Wait for the device, and read all times."""
         finish(self.clock.device)
+        self._claimed.clear()  # their hooks hold this object, which would keep them
         us = self.clock.us
         tasks = [
             Task(t.place.layer, t.place.role, t.place.lane, t.phase, us(t.start), us(t.end))

@@ -79,7 +79,7 @@ class Stepper:
                 gradient is None
             ):  # of a loss 1; else a fixed one, for what a loss would cost is not asked here
                 gradient = torch.full_like(target, 1 / target.numel())
-            target.backward(gradient)  # type: ignore[no-untyped-call]
+            target.backward(gradient)
         del out, target
         between()
         self.forget_gradients()
@@ -155,7 +155,8 @@ def run_modes(
 
 def median_over_ranks(per_rank: Sequence[Sequence[float]]) -> float:
     """Of steps, each of which is as long as on its slowest rank, the median."""
-    return statistics.median(max(step) for step in zip(*per_rank, strict=True))
+    found: float = statistics.median(max(step) for step in zip(*per_rank, strict=True))
+    return found
 
 
 @contextmanager

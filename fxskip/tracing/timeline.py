@@ -14,7 +14,7 @@ from fxskip.schedule.cost_table import CostKey, CostTable
 from fxskip.schedule.timeline import WIDTH
 from fxskip.tracing.costs import measured_costs
 from fxskip.tracing.estimate import Estimate
-from fxskip.tracing.figures import Figures, Part, Rank, figures
+from fxskip.tracing.figures import PARTS, Figures, Rank, figures
 from fxskip.tracing.measured import Measured, measured
 from fxskip.tracing.records import Phase
 
@@ -58,8 +58,7 @@ class Timeline:
     @property
     def figures(self) -> tuple[Figures, ...]:
         """Measured: of each phase, and of the step."""
-        parts: tuple[Part, ...] = ("forward", "backward", "step") if self.about.gradients else ("forward",)
-        return tuple(figures(self.ranks, part) for part in parts)
+        return tuple(figures(self.ranks, part) for part in (PARTS if self.about.gradients else PARTS[:1]))
 
     def measured(self, phase: Phase, rank: int = 0) -> Measured:
         """The last step of a rank, as it is."""

@@ -17,6 +17,7 @@ from fxskip.checkpoint.family import require_record, rewired_layers
 from fxskip.checkpoint.program import program_record
 from fxskip.errors import PassError
 from fxskip.parallel import RegionParallel
+from fxskip.runtime.regions import Region
 from fxskip.schedule.cost_table import CostKey, save_costs
 from fxskip.schedule.order_region import RegionSchedule
 from fxskip.tracing.estimate import collective_behind, estimated
@@ -50,8 +51,7 @@ def trace(
     require_record("trace", model)
     _check(model, batch, steps)
     layers = list(rewired_layers(model).values())
-    parallel = layers[0].fxskip_parallel
-    assert parallel is None or isinstance(parallel, RegionParallel)
+    parallel = _parallel(layers[0])
     device = next(model.parameters()).device
     why_no_gradients = _why_no_gradients(model)
     stepper = Stepper(student, batch, device, not why_no_gradients, parallel is not None)
@@ -96,6 +96,12 @@ def write(timeline: Timeline, folder: Path) -> list[Path]:
         save_costs(timeline.costs(), costs)
         files.append(costs)
     return files
+
+
+def _parallel(layer: nn.Module) -> RegionParallel | None:
+    """How a layer is spread; None in one process."""
+    assert isinstance(layer, Region)
+    return layer.fxskip_parallel
 
 
 def _check(model: nn.Module, batch: object, steps: int) -> None:
