@@ -91,7 +91,7 @@ def all_fail_in_forward(rank: int) -> None:
         module(**own_batch(rank), use_cache=False)
     assert under_way() == []
     (note,) = caught.value.__notes__
-    said = r"fxskip: decoder layer 1: waited for what was in flight: (dispatch|combine) of decoder layer [01]"
+    said = r"fxskip: decoder layer 1: waited for what was in flight: (dispatch|combine) of decoder layer [0-9]"
     assert re.match(said, note), note
     assert_same_bits(step(module, own_batch(rank), use_cache=False), want)
 
@@ -122,7 +122,7 @@ def one_fails_in_forward(rank: int) -> None:
     with pytest.raises(fxskip.CollectiveError) as caught:
         module(**own_batch(rank), use_cache=False)
     text = str(caught.value)
-    assert re.search("of decoder layer [01]", text) and "rank 1 had an error and stopped" in text
+    assert re.search("of decoder layer [0-9]", text) and "rank 1 had an error and stopped" in text
     assert f"rank 1, decoder layer 1: Mishap: {ATTENTION} went wrong" in text
     with pytest.raises(fxskip.CollectiveError, match="cannot go on together"):
         module(**own_batch(rank), use_cache=False)
@@ -140,7 +140,7 @@ def one_fails_in_backward(rank: int) -> None:
             loss.backward()
         return
     with pytest.raises(
-        fxskip.CollectiveError, match=r"gradient of .* of decoder layer 0: waited for in vain: rank 1"
+        fxskip.CollectiveError, match=r"gradient of .* of decoder layer [0-9]: waited for in vain: rank 1"
     ):
         loss.backward()
 
@@ -173,7 +173,7 @@ def one_is_killed(rank: int) -> None:
             module(**own_batch(rank), use_cache=False)
     with pytest.raises(fxskip.CollectiveError) as caught:
         module(**own_batch(rank), use_cache=False)
-    assert re.search("of decoder layer [01]", str(caught.value))
+    assert re.search("of decoder layer [0-9]", str(caught.value))
     assert "no word from rank 1: killed" in str(caught.value)
 
 
