@@ -64,7 +64,7 @@ def _with_parameters(operation: Callable[..., Any]) -> Callable[..., Any]:
     def call(names: tuple[str, ...], parameters: tuple[Tensor, ...], *args: Any) -> Any:
         module = _Call(running_layer().get_submodule(args[0]), operation)
         lent = {f"module.{name}": tensor for name, tensor in zip(names, parameters, strict=True)}
-        with products():
+        with products(parameters):
             return functional_call(module, lent, args)
 
     call.__name__ = f"{operation.__name__}_with_parameters"

@@ -38,7 +38,7 @@ def split_weights(
             for product, at in uses:
                 found[product] = (*found.get(product, ()), at)
             records.append(WeightGradient(step, name, deferred=True))
-        elif users and all(map(takes_parameters, users)):
+        elif _is_weight(weights[0]) and users and all(map(takes_parameters, users)):
             records.append(WeightGradient(step, name, deferred=True))  # by the products that the module calls
         elif _is_weight(weights[0]) or any(_position(user, w) is not None for user in users for w in weights):
             reason = f"not every use is that of a product's weight: {', '.join(user.name for user in users)}"

@@ -44,18 +44,31 @@ def product(function: Callable[..., Tensor], weights: tuple[int, ...], *args: An
 
 
 class _Products(TorchFunctionMode):
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._parameters = {get_gradient_edge(p).node for p in parameters if p.requires_grad}
+
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        weights = WEIGHT_POSITIONS.get(getattr(function, "__name__", "").partition(".")[0])
-        if weights is None:
+        if getattr(function, "__name__", "").partition(".")[0] not in WEIGHT_POSITIONS:
             return function(*args, **(kwargs or {}))
+        weights = tuple(i for i, value in enumerate(args) if self._is_weight(value))
         return product(function, weights, *args, **(kwargs or {}))
 
+    def _is_weight(self, value: Any) -> bool:
+        """Whether it is one of the parameters, or made of them alone; on either side of a product."""
+        return isinstance(value, Tensor) and value.requires_grad and self._parameters.issuperset(_ends(value))
 
-def products() -> AbstractContextManager[object]:
-    """While it is open, the products that modules call by themselves are those of `product`."""
-    return nullcontext() if _queue.get() is None else _Products()
+
+def products(parameters: Sequence[Tensor]) -> AbstractContextManager[object]:
+    """While it is open, products that a module with these parameters calls by itself are those of `product`."""
+    return nullcontext() if _queue.get() is None else _Products(parameters)
+
+
+def _ends(value: Tensor) -> list[Node]:
+    """What a tensor that requires a gradient depends on."""
+    return [node for node in nodes([get_gradient_edge(value)], ()) if not node.next_functions]
 
 
 class _Deferred:
@@ -114,7 +127,7 @@ class WeightQueue:
         return bool(wanted) and all(self._is_parameter(weight) for weight in wanted)
 
     def _is_parameter(self, weight: Tensor) -> bool:
-        ends = [node for node in nodes([get_gradient_edge(weight)], ()) if not node.next_functions]
+        ends = _ends(weight)
         if not self._leaves.issuperset(ends) or (weight.is_leaf and self._shared.intersection(ends)):
             return False
         self.weights.update(ends)

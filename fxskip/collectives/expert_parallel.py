@@ -87,8 +87,11 @@ class _KnowsExperts(Protocol):
     def own_expert_of_each_row(self) -> Tensor:
         """[R] int64: which own expert, counted from 0, each row is for."""
 
-    def by_own_expert(self, experts: int) -> tuple[Order, Tensor]:
-        """The order of rows by own expert, with one choice, and [experts] int32: where those of each end."""
+    def by_own_expert(self, experts: int) -> tuple[Order | None, Tensor]:
+        """The order of rows by own expert, with one choice, and [experts] int32: where those of each end.
+
+        None for the order where the rows lie in it.
+        """
 
 
 def run_own_experts(path: str, rows: Tensor, routing: _KnowsExperts) -> Tensor:
@@ -102,6 +105,8 @@ def run_own_experts(path: str, rows: Tensor, routing: _KnowsExperts) -> Tensor:
     count = rows.shape[0]
     if count and is_grouped(module):
         order, ends = routing.by_own_expert(own["down_proj"].shape[0])
+        if order is None:
+            return grouped_experts(module, own, rows, ends)
         return permute(grouped_experts(module, own, permute(rows, order), ends), order.back)
     experts = routing.own_expert_of_each_row()
     if count == 0:

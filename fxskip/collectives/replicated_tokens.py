@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fxskip.collectives.all_to_all import split_evenly
-from fxskip.collectives.routing import Order, sort_pairs
+from fxskip.collectives.routing import Order, SortedPairs, expert_of_each_row, sort_pairs
 from fxskip.parallel import running_axis
 
 
@@ -25,27 +25,36 @@ class OwnChoices:
     """The (token, choice) pairs whose expert is one of this rank's."""
 
     order: Order
-    """A row for each, in the order of pairs."""
-    experts: Tensor
-    """[R] int64: the own expert of each, counted from 0."""
+    """A row for each, in the order of experts."""
+    counts: Tensor
+    """[own experts] int64: rows of each."""
 
     def own_expert_of_each_row(self) -> Tensor:
         """[R] int64, as `Routing` has it."""
-        return self.experts
+        return expert_of_each_row(self.counts.unsqueeze(0), len(self.order.pair_of_row))
 
-    def by_own_expert(self, experts: int) -> tuple[Order, Tensor]:
-        """As `Routing` has it."""
-        found = sort_pairs(self.experts.unsqueeze(1), experts)
-        return found.order, found.counts.cumsum(0, dtype=torch.int32)
+    def by_own_expert(self, experts: int) -> tuple[None, Tensor]:
+        """As `Routing` has it: the rows lie in that order."""
+        return None, self.counts.cumsum(0, dtype=torch.int32)
 
 
 def own_choices(index: Tensor, experts: int, axis: str) -> OwnChoices:
     """What is routed to this rank's share of `experts` experts. The host waits for the device: R is known by then.
 
-    index   [T, K] int64, the experts of each token
+    index   [T, K] int32 or int64, the experts of each token
     """
     mesh = running_axis(axis)
     sizes = split_evenly(experts, mesh.size())
-    own = index.flatten() - sum(sizes[: mesh.get_local_rank()])
-    pairs = ((own >= 0) & (own < sizes[mesh.get_local_rank()])).nonzero().squeeze(1)
-    return OwnChoices(Order.of(pairs, len(own), index.shape[1]), own[pairs])
+    first = sum(sizes[: mesh.get_local_rank()])
+    end = first + sizes[mesh.get_local_rank()]
+    return choices_of(sort_pairs(index, experts), first, end)
+
+
+def choices_of(pairs: SortedPairs, first: int, end: int) -> OwnChoices:
+    """Those of the experts from `first` to before `end`. The host waits for the device."""
+    counts = pairs.counts
+    begin, stop = torch.stack((counts[:first].sum(), counts[:end].sum())).tolist()
+    row = pairs.order.row_of_pair - begin
+    is_own = (row >= 0) & (row < stop - begin)
+    order = Order(pairs.order.pair_of_row[begin:stop], row.where(is_own, -1), pairs.order.choices)
+    return OwnChoices(order, counts[first:end])

@@ -144,7 +144,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _Unpermute(torch.autograd.Function):
-    """Rows weighed and added by kernels. Rows are kept for the gradient of the weights, and weights for that of rows."""
+    """Rows weighed and added by kernels. Rows are kept for the gradient of weights, and weights for that of rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Order, weights: Tensor, dtype: torch.dtype) -> Tensor:

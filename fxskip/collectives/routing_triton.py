@@ -60,8 +60,8 @@ def sort_pairs(index: Tensor, experts: int, tuning: Tuning = Tuning()) -> tuple[
 
 
 def order_runs(lengths: Tensor, rows: int, tuning: Tuning = Tuning()) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each row of the order [expert][rank] was, where each goes, both [R] int64, and [E] int32 where each expert's
-    rows end.
+    """Where each row of the order [expert][rank] was, where each goes, both [R] int64, and where each expert's rows
+    end, [E] int32.
 
     lengths   [ranks, E] int64, rows of each run; their sum is `rows`
     """
@@ -100,8 +100,9 @@ def add_choices(
     target = rows.new_empty(tokens, width, dtype=dtype)
     if target.numel():
         kernels.add_choices[(tokens,)](
-            rows.contiguous(), row_of_pair, rows if weights is None else weights.contiguous(), target,
-            K=choices, IS_WEIGHED=weights is not None, **_types(rows.dtype, rows.dtype if weights is None else weights.dtype), **_columns(width, tuning),
+            rows.contiguous(), row_of_pair, _or(weights, rows).contiguous(), target,
+            K=choices, IS_WEIGHED=weights is not None, **_types(rows.dtype, _or(weights, rows).dtype),
+            **_columns(width, tuning),
         )  # fmt: skip
     return target
 

@@ -1,4 +1,6 @@
-"""Compiles the kernels of routed experts for an H200, without a GPU: `python tests/collectives/compile_routing.py bf16|all`.
+"""Compiles the kernels of routed experts for an H200, without a GPU.
+
+    python tests/collectives/compile_routing.py bf16|all
 
 A process of its own: where Triton's interpreter is switched on, there is nothing to compile. Prints a line a kernel:
 its name, the type of rows, and whether an assertion that fails stops it.

@@ -91,7 +91,11 @@ def the_planned_order(rank: int, folder: Path) -> None:
     assert weights_under_exchanges > 0
     # Experts' weight gradients are computed in events of their own.
     assert any(event.endswith(".wgrad") for event in first)
-    assert_same_bits(step(in_mode(student(), "eager_wait"), inputs), found)
+
+
+def waiting_at_once(rank: int, folder: Path) -> None:
+    found = [step(in_mode(student(), mode), own_batch(rank)) for mode in ("scheduled", "eager_wait")]
+    assert_same_bits(*found)
 
 
 def without_gradients(rank: int, folder: Path) -> None:
@@ -289,7 +293,7 @@ def test_two_processes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_errors_and_loops(tmp_path: Path) -> None:
     errors = (an_error_in_forward, an_error_in_backward, other_parameters, watched, sums_over_ranks)
-    checks = (without_gradients, *errors, loops, more_loops, beside_ddp)
+    checks = (waiting_at_once, without_gradients, *errors, loops, more_loops, beside_ddp)
     run_on_ranks(checks, tmp_path, limit_s=900)
 
 

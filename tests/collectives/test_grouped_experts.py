@@ -16,8 +16,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from fxskip.collectives import expert_parallel as ep
 from fxskip.collectives.grouped_experts import is_grouped
-from fxskip.collectives.replicated_tokens import OwnChoices
-from fxskip.collectives.routing import Order
+from fxskip.collectives.replicated_tokens import choices_of
+from fxskip.collectives.routing import sort_pairs
 from fxskip.leaves import make_leaf, running
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,16 +57,18 @@ def from_ranks(lengths):
     return ep.Routing(received, received, torch.tensor(lengths, device=DEVICE), None)
 
 
-def replicated(experts):
-    pairs = torch.arange(len(experts), device=DEVICE)
-    return OwnChoices(Order.of(pairs, len(experts), 1), torch.tensor(experts, device=DEVICE))
+def replicated(tokens):
+    """As rank 1 of 2 has it, of twice the experts."""
+    torch.manual_seed(2)
+    index = torch.randint(2 * EXPERTS, (tokens, 2), device=DEVICE)
+    return choices_of(sort_pairs(index, 2 * EXPERTS), EXPERTS, 2 * EXPERTS)
 
 
 ROUTINGS = {
     "two ranks": lambda: from_ranks([[3, 0, 2, 5], [1, 0, 4, 6]]),
     "one expert gets all": lambda: from_ranks([[0, 0, 9, 0], [0, 0, 4, 0]]),
     "no rows": lambda: from_ranks([[0, 0, 0, 0]]),
-    "the same tokens on all ranks": lambda: replicated([3, 0, 0, 2, 1, 3, 3]),
+    "the same tokens on all ranks": lambda: replicated(13),
 }
 
 
@@ -86,8 +88,8 @@ def by_module(held, rows, experts):
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gives_what_the_module_gives_to_the_last_bit(kind, routing, dtype, monkeypatch):
-    """Each expert's product has the same rows, and weights of 1 and sums of one change nothing. The module's sort leaves
-    open how rows of one expert are ordered, so it is made stable, as that of `routing` is."""
+    """Each expert's product has the same rows, and weights of 1 and sums of one change nothing. The module's sort
+    leaves open how rows of one expert are ordered, so it is made stable, as that of `routing` is."""
     monkeypatch.setattr(torch, "sort", partial(torch.sort, stable=True))
     held, route = layer(kind, dtype), ROUTINGS[routing]()
     experts = route.own_expert_of_each_row()

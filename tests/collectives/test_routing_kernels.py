@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fxskip.collectives.replicated_tokens import OwnChoices
+from fxskip.collectives.replicated_tokens import choices_of
 from fxskip.collectives.routing import Order, implementation, order_by_expert, permute, sort_pairs, unpermute
 
 ROOT = Path(__file__).parents[2]
@@ -108,6 +108,19 @@ def test_runs_of_ranks_are_put_in_the_order_of_experts(lengths, chosen):
     assert order.back.pair_of_row[order.pair_of_row].tolist() == list(range(rows))
     assert ends.dtype == torch.int32
     assert ends.tolist() == [sum(e <= last for e, _ in owner) for last in range(len(lengths[0]))]
+
+
+@BOTH
+def test_own_choices_are_the_pairs_of_own_experts_in_their_order(chosen):
+    index = routed(23, 3, 6)
+    with implementation(chosen):
+        found = choices_of(sort_pairs(index, 6), 2, 4)
+    flat = index.flatten().tolist()
+    want = [pair for expert in (2, 3) for pair, of in enumerate(flat) if of == expert]
+    assert found.order.pair_of_row.tolist() == want
+    assert found.order.row_of_pair.tolist() == [want.index(p) if p in want else -1 for p in range(69)]
+    assert found.own_expert_of_each_row().tolist() == [flat[pair] - 2 for pair in want]
+    assert found.by_own_expert(2)[1].tolist() == [flat.count(2), flat.count(2) + flat.count(3)]
 
 
 # --- rows moved, weighed, added ---
@@ -269,7 +282,7 @@ def test_reads_no_value_on_the_host():
     with FakeTensorMode(), implementation("torch"):
         index, hidden, weights = torch.randint(8, (6, 2)), torch.randn(6, 16), torch.rand(6, 2)
         with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
-            OwnChoices(Order.of(index.flatten().nonzero(), 12, 2), index).experts[0, 0].item()
+            choices_of(sort_pairs(index, 8), 4, 8)
         hidden.requires_grad_(), weights.requires_grad_()
         whole_layer(index, hidden, weights).sum().backward()
 
