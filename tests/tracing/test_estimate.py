@@ -5,10 +5,12 @@ from functools import cache
 
 import pytest
 
+from fxskip.parallel import RegionParallel
 from fxskip.schedule.machine import Contention, Machine
-from fxskip.schedule.order_region import RegionSchedule, _costs, region_schedule
-from fxskip.schedule.region_tasks import region_tasks
+from fxskip.schedule.order_region import RegionSchedule, _costs
+from fxskip.schedule.region_tasks import RegionTasks, region_tasks
 from fxskip.schedule.simulate import simulate
+from fxskip.schedule.solve_region import region_schedule
 from fxskip.tracing.estimate import collective_behind, estimated, whole_model
 from tests.schedule.regions import region
 
@@ -19,7 +21,11 @@ LAYERS = 4
 def layer(spec: str) -> RegionSchedule:
     one = region("deepseek_v2", spec)
     tasks = region_tasks(one.units, _costs(one.units, one.parallel), repeats=one.arriving is not None)
-    return region_schedule("test", tasks, one.parallel)
+    return scheduled(tasks, one.parallel)
+
+
+def scheduled(tasks: RegionTasks, parallel: RegionParallel) -> RegionSchedule:
+    return RegionSchedule("test", tasks, tasks.graph, None, region_schedule(tasks, parallel))
 
 
 @pytest.mark.parametrize("spec", ["farskip", "identity"])
@@ -79,7 +85,7 @@ def test_what_arrives_in_a_layer_of_another_kind():
     """Such a layer is looked at alone, and has a task for what is under way when it begins."""
     one = region("deepseek_v2", "farskip")
     tasks = region_tasks(one.units, _costs(one.units, one.parallel), repeats=False)
-    last = region_schedule("test", tasks, one.parallel)
+    last = scheduled(tasks, one.parallel)
     assert "0.arrival" in last.graph
     layers = [layer("farskip"), layer("farskip"), last]
     assert collective_behind(layers) == {2: "combine"}
