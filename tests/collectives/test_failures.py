@@ -91,7 +91,9 @@ def all_fail_in_forward(rank: int) -> None:
         module(**own_batch(rank), use_cache=False)
     assert under_way() == []
     (note,) = caught.value.__notes__
-    said = r"fxskip: decoder layer 1: waited for what was in flight: (dispatch|combine) of decoder layer [0-9]"
+    said = (
+        r"fxskip: decoder layer 1: waited for what was in flight: (dispatch|combine) of decoder layer [0-9]"
+    )
     assert re.match(said, note), note
     assert_same_bits(step(module, own_batch(rank), use_cache=False), want)
 
