@@ -6,12 +6,13 @@ Importing the package tells transformers' Auto classes how to load rewired model
 """
 
 from fxskip import distill, loss
-from fxskip.api import explain, is_transformed, plan, spec_of, trainable, transform
+from fxskip.api import explain, is_transformed, parallelize, plan, spec_of, trainable, transform
 from fxskip.checkpoint import register_families
 from fxskip.errors import (
     CacheError,
     CaptureError,
     CheckpointError,
+    CollectiveError,
     FxskipError,
     PassError,
     ScheduleError,
@@ -19,7 +20,9 @@ from fxskip.errors import (
 )
 from fxskip.leaves import leaf
 from fxskip.planning import Plan, Trainable
+from fxskip.runtime.gradients import average_gradients, clip_grad_norm_, parameter_groups
 from fxskip.spec import Spec, load_spec
+from fxskip.tracing import Timeline, trace
 from fxskip.version import __version__
 
 register_families()
@@ -28,22 +31,29 @@ __all__ = [
     "CacheError",
     "CaptureError",
     "CheckpointError",
+    "CollectiveError",
     "FxskipError",
     "PassError",
     "Plan",
     "ScheduleError",
     "Spec",
     "SpecError",
+    "Timeline",
     "Trainable",
     "__version__",
+    "average_gradients",
+    "clip_grad_norm_",
     "distill",
     "explain",
     "is_transformed",
     "leaf",
     "load_spec",
     "loss",
+    "parallelize",
+    "parameter_groups",
     "plan",
     "spec_of",
+    "trace",
     "trainable",
     "transform",
 ]

@@ -1,4 +1,4 @@
-"""The public calls: transform, plan, explain, trainable, spec_of, is_transformed."""
+"""The public calls: transform, parallelize, plan, explain, trainable, spec_of, is_transformed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from os import PathLike
 from typing import Any, TypeVar, cast
 
 import torch
-from pydantic import BaseModel
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
 from fxskip.analysis import Analysis
@@ -17,15 +17,18 @@ from fxskip.capture.program import as_module, is_program
 from fxskip.capture.sharding import is_sharded
 from fxskip.capture.wrappers import inner_model, refuse_wrapped
 from fxskip.checkpoint.auto_classes import loader
-from fxskip.checkpoint.family import record_of
+from fxskip.checkpoint.family import record_of, require_record, rewired_layers
 from fxskip.checkpoint.program import program_record
-from fxskip.checkpoint.record import WiringRecord
+from fxskip.collectives.cut_linear import Cut
 from fxskip.errors import CheckpointError, PassError
+from fxskip.passes.tensor_plan import tensor_plan
+from fxskip.pipeline import analyse
 from fxskip.planning import Plan, Trainable, trainable_parameters
-from fxskip.planning.deployment import DEFAULT_HARDWARE, TOKENS, Wishes
+from fxskip.planning.deployment import TOKENS, Wishes
 from fxskip.program_analysis import ProgramAnalysis, explain_program
+from fxskip.runtime.parallelize import is_parallel, make_mesh, spread
 from fxskip.schedule.costs import CONTEXT
-from fxskip.schedule.hardware import Hardware, MatrixType, load_hardware
+from fxskip.schedule.hardware import DEFAULT_HARDWARE, Hardware, MatrixType, load_hardware
 from fxskip.schedule.roofline import CopiesPer
 from fxskip.spec import Spec, load_spec
 
@@ -39,7 +42,7 @@ def transform(
     *,
     inplace: bool = False,
     example_inputs: tuple[Any, ...] | None = None,
-    mesh: Any = None,
+    mesh: DeviceMesh | None = None,
 ) -> Model:
     """Rewire the residual stream of a Mixture-of-Experts model as `spec` says.
 
@@ -54,7 +57,8 @@ def transform(
         inplace: rewire `model` itself. By default a deep copy is made, so that the original can teach it.
         example_inputs: what a model that is not from transformers is called with, such as `(ids,)`. Only the tensors'
             shapes and dtypes matter: the model is called on the meta device, and computes nothing.
-        mesh: a device mesh for the parallel section of the spec; not supported yet.
+        mesh: a DeviceMesh with an axis "expert", for the spec's `parallel`. Without one, `parallel` spans all
+            processes of the default group; see `parallelize`.
 
     Raises:
         SpecError: the spec is wrong, or selects layers that the model does not have.
@@ -64,9 +68,21 @@ def transform(
     """
     loaded = load_spec(spec)
     _refuse_missing_stages(loaded, mesh)
+    spans = is_parallel(loaded)
+    if spans:
+        mesh = make_mesh(loaded, mesh)  # before the work: what is missing shows now
+    student = rewire(model, loaded, inplace=inplace, example_inputs=example_inputs)
+    return parallelize(student, mesh) if spans else student
+
+
+def rewire(
+    model: Model, spec: Spec, *, inplace: bool = False, example_inputs: tuple[Any, ...] | None = None
+) -> Model:
+    """`transform` for one process, whatever the spec's `parallel` says."""
     if is_program(model):
+        _refuse_parallel_program(spec)
         program = ProgramAnalysis.of("transform", as_module(model), example_inputs)
-        return cast(Model, program.rewired(loaded, program.connect(loaded), inplace=inplace))
+        return cast(Model, program.rewired(spec, program.connect(spec), inplace=inplace))
     if not inplace and is_sharded(model):
         raise PassError(
             "transform",
@@ -75,12 +91,60 @@ def transform(
         )
     refuse_wrapped("transform", model)
     analysis = Analysis.of_original("transform", inner_model(model), example_inputs)
-    wiring = analysis.connect(loaded)
+    wiring = analysis.connect(spec)
     analysis.try_out(inner_model(model), wiring)
     with torch.inference_mode(False):  # a copy made in inference mode could never be trained
         student = model if inplace else copy.deepcopy(model)
-    analysis.install(student, loaded, wiring)
+    analysis.install(student, spec, wiring)
     return student
+
+
+def parallelize(student: Model, mesh: DeviceMesh | None = None) -> Model:
+    """Spread a rewired model over processes, in place, as its spec's `parallel` says; returns it.
+
+    `transform` does this by itself. A model that was saved and loaded runs in one process until this is called.
+
+    Args:
+        student: a rewired model, the same on every process.
+        mesh: a DeviceMesh with an axis "expert" of the size that the spec says. By default one over all processes of
+            the default group, where ranks 0..size-1 share one set of experts and further axes are data parallel.
+
+    Parameters of routed experts become DTensors, sharded by expert. Every process then calls the model with tokens of
+    its own, all of them equally often; a gradient of an expert is the sum over the processes of the axis. See
+    docs/overlap.md.
+
+    Raises:
+        PassError: there is no process group, sizes do not fit, the processes hold different models, the model is
+            spread already, or its experts cannot be cut.
+    """
+    model = inner_model(student)
+    spec = load_spec(require_record("parallelize", model).spec)
+    if not is_parallel(spec):
+        raise PassError(
+            "parallelize",
+            "the spec has no parallel section, or none with a size above 1",
+            hint="transform with a spec that says, for example, parallel: {expert: {size: 2}}",
+        )
+    _refuse_missing_stages(spec, mesh)
+    spread(model, rewired_layers(model), spec, make_mesh(spec, mesh), _tensor_plans(model, spec))
+    return student
+
+
+def _tensor_plans(student: nn.Module, spec: Spec) -> dict[str, dict[str, Cut]]:
+    """How matrices are cut, by layer; nothing where the spec cuts none."""
+    if spec.parallel is None or spec.parallel.tensor is None or spec.parallel.tensor.size == 1:
+        return {}
+    layers = Analysis.of_student("parallelize", student).layers
+    graphs = {id(layer.graph): layer.graph for layer in layers}
+    plans = {key: tensor_plan(analyse(graph)) for key, graph in graphs.items()}
+    if not any(plans.values()):
+        raise PassError(
+            "parallelize",
+            f"parallel.tensor.size is {spec.parallel.tensor.size}, and {type(student).__name__} has no matrix to cut",
+            hint="attention and MLPs are cut whose last matrix, a linear layer, follows others; leave parallel.tensor "
+            "out for this architecture",
+        )
+    return {layer.path: plans[id(layer.graph)] for layer in layers}
 
 
 def plan(
@@ -133,7 +197,7 @@ def explain(student: nn.Module) -> Plan:
     Raises PassError for a model that is not rewired, CheckpointError where its layers are not wired as recorded.
     """
     student = inner_model(student)
-    record = _require_record("explain", student)
+    record = require_record("explain", student)
     wishes = Wishes(load_hardware(DEFAULT_HARDWARE))
     if (program := program_record(student)) is not None:
         return explain_program(student, program, wishes)
@@ -158,12 +222,12 @@ def trainable(student: nn.Module) -> Trainable:
     Raises PassError for a model that is not rewired.
     """
     model = inner_model(student)
-    return trainable_parameters(model, _require_record("trainable", model).blocks)
+    return trainable_parameters(model, require_record("trainable", model).blocks)
 
 
 def spec_of(student: nn.Module) -> Spec:
     """The spec that a rewired model was made with. Raises PassError for any other model."""
-    return load_spec(_require_record("spec_of", inner_model(student)).spec)
+    return load_spec(require_record("spec_of", inner_model(student)).spec)
 
 
 def is_transformed(model: object) -> bool:
@@ -177,43 +241,67 @@ def _without_weights(config: PreTrainedConfig) -> nn.Module:
     return model
 
 
-def _require_record(who: str, student: nn.Module) -> WiringRecord:
-    record = record_of(student)
-    if record is None:
-        raise PassError(
-            who,
-            f"{type(student).__name__} was not rewired by fxskip",
-            hint="student = fxskip.transform(model, spec), or load a saved one with AutoModelForCausalLM",
-        )
-    return record
-
-
 def _refuse_missing_stages(spec: Spec, mesh: Any) -> None:
     """What the language can say and this version cannot do is refused, never ignored."""
-    missing = []
-    axes = {"expert": spec.parallel.expert, "tensor": spec.parallel.tensor} if spec.parallel else {}
-    for axis, wish in axes.items():
-        if wish is not None and (wish.size > 1 or wish.model_fields_set != {"size"}):
-            missing.append(f"{_written(f'parallel.{axis}', wish)} (collectives)")
-    schedule = spec.schedule
-    if schedule is not None and (schedule.overlap, schedule.model_fields_set) != ("none", {"overlap"}):
-        missing.append(f"{_written('schedule', schedule)} (the scheduler)")
-    if (runtime := spec.runtime) is not None:
-        if runtime.transport != "auto":
-            missing.append(f"runtime.transport: {runtime.transport} (transports)")
-        if runtime.mode != "reference" and "mode" in runtime.model_fields_set:
-            missing.append(f"runtime.mode: {runtime.mode} (the scheduled runtime)")
-    if mesh is not None:
-        missing.append("mesh= (collectives)")
+    missing, idle = [], []
+    schedule, runtime = spec.schedule, spec.runtime
+    if schedule is not None and schedule.costs == "measured":
+        _refuse_to_measure()
+    if runtime is not None and runtime.transport == "copy_engine":
+        missing.append("runtime.transport: copy_engine")
+    if not is_parallel(spec):
+        expert = spec.parallel.expert if spec.parallel is not None else None
+        if expert is not None and "exchange" in expert.model_fields_set:
+            idle.append(f"parallel.expert.exchange: {expert.exchange} with size 1")
+        if runtime is not None and runtime.transport != "auto":
+            idle.append(f"runtime.transport: {runtime.transport}")
+        if runtime is not None and runtime.mode != "reference" and "mode" in runtime.model_fields_set:
+            idle.append(f"runtime.mode: {runtime.mode}")
+        if schedule is not None and (schedule.overlap, schedule.model_fields_set) != ("none", {"overlap"}):
+            idle.append("schedule")
+        if mesh is not None:
+            idle.append("mesh=")
+    elif schedule is not None and schedule.backward == "explicit" and _adds_up_over_ranks(spec):
+        missing.append("schedule.backward: explicit together with parallel.tensor or exchange: all_reduce")
+    elif runtime is not None and runtime.lower != "none":
+        missing.append(f"runtime.lower: {runtime.lower} together with parallel")
     if missing:
         raise PassError(
             "transform",
             "this version has no stage for " + "; ".join(missing),
-            hint="leave these out: the rewired model then runs in one process, in plain order. plan accepts them",
+            hint="leave these out; plan accepts them",
+        )
+    if idle:
+        raise PassError(
+            "transform",
+            f"in one process there is nothing to do for {'; '.join(idle)}",
+            hint="add parallel: {expert: {size: 2}}, or leave these out",
         )
 
 
-def _written(section: str, wish: BaseModel) -> str:
-    """The fields of a section that the spec spells out; the section's defaults where it spells out none."""
-    values = wish.model_dump(exclude_unset=bool(wish.model_fields_set))
-    return ", ".join(f"{section}.{name}: {value}" for name, value in values.items())
+def _adds_up_over_ranks(spec: Spec) -> bool:
+    parallel = spec.parallel
+    expert, tensor = (parallel.expert, parallel.tensor) if parallel else (None, None)
+    return bool(
+        (tensor and tensor.size > 1) or (expert and expert.size > 1 and expert.exchange == "all_reduce")
+    )
+
+
+def _refuse_to_measure() -> None:
+    """Costs are known when a student has run."""
+    raise PassError(
+        "transform",
+        "schedule.costs: measured: nothing has been measured yet, for the student does not exist",
+        hint="transform with costs: roofline, then\n"
+        "fxskip.trace(student, batch, out='trace')\n"
+        "and transform the original again with schedule: {costs: trace/costs.json}; or run fxskip trace",
+    )
+
+
+def _refuse_parallel_program(spec: Spec) -> None:
+    if is_parallel(spec):
+        raise PassError(
+            "transform",
+            "parallel: a captured program has no decoder layers that could be spread over processes",
+            hint="transform the model that the program was captured from",
+        )

@@ -116,6 +116,10 @@ class ScheduleError(FxskipError):
     """An order of tasks would hang, or read a value before it has arrived."""
 
 
+class CollectiveError(FxskipError):
+    """An exchange between processes failed: one of them had an error, was killed, or does something else."""
+
+
 class CacheError(FxskipError):
     """A teacher cache is missing, damaged, or was made for something else."""
 

@@ -191,7 +191,18 @@ def is_tensor(node: object) -> bool:
 
 
 _MATRIX_PRODUCTS = frozenset(
-    {"linear", "matmul", "__matmul__", "mm", "bmm", "einsum", "addmm", "baddbmm", "bilinear"}
+    {
+        "linear",
+        "run_cut_linear",
+        "matmul",
+        "__matmul__",
+        "mm",
+        "bmm",
+        "einsum",
+        "addmm",
+        "baddbmm",
+        "bilinear",
+    }
 )
 
 

@@ -173,6 +173,11 @@ def running(layer: nn.Module) -> Iterator[None]:
 _running: ContextVar[nn.Module] = ContextVar("fxskip_running_layer")
 
 
+def running_layer() -> nn.Module:
+    """The decoder layer that runs now: equal layers share one graph, so its operations name no module."""
+    return _running.get()
+
+
 @torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
 def run_leaf(path: str, contents: Contents, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the leaf at `path` of the layer that runs now; equal layers share one graph, so it names no module.
@@ -182,13 +187,13 @@ def run_leaf(path: str, contents: Contents, args: tuple[Any, ...], kwargs: dict[
     Raises CaptureError where the results have not the shapes and dtypes that the graph was captured with, or where
     the module wrote into an argument.
     """
-    module = cast(Leaf, _running.get().get_submodule(path))
+    module = cast(Leaf, running_layer().get_submodule(path))
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     if any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
         return assumed_results(module, args, kwargs)
-    versions = [_version(t) for t in tensors]
+    versions = [write_count(t) for t in tensors]
     out = module(*args, **kwargs)
-    if versions != [_version(t) for t in tensors]:
+    if versions != [write_count(t) for t in tensors]:
         raise CaptureError(
             "leaf",
             f"{_name(module)} writes into one of its arguments, where no pass can see it",
@@ -199,7 +204,7 @@ def run_leaf(path: str, contents: Contents, args: tuple[Any, ...], kwargs: dict[
     return out
 
 
-def _version(tensor: Tensor) -> int:
+def write_count(tensor: Tensor) -> int:
     """How often the memory was written; not known in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 

@@ -9,7 +9,7 @@
         without: [routed@1]          # addends of earlier writes to the stream
     sum: as_written
     parallel: {expert: {size: 8, exchange: all_to_all}, tensor: {size: 1}}
-    schedule: {overlap: full, solver: list, costs: roofline, max_in_flight_mib: 1024}
+    schedule: {overlap: full, backward: mirrored, solver: list, costs: roofline, max_in_flight_mib: 1024}
     runtime: {recompute: none, lower: none, transport: auto, mode: scheduled}
 
 Nothing here runs a model or imports torch: a spec can be checked before the half minute that torch takes.
@@ -101,6 +101,11 @@ class Schedule(Strict):
         default="full",
         description="full starts each collective as early and waits as late as it may; none blocks",
     )
+    backward: Literal["mirrored", "explicit"] = Field(
+        default="mirrored",
+        description="mirrored runs a layer's backward pass in the mirror image of its forward order, as autograd does; "
+        "explicit in an order of its own, with weight gradients under the exchanges",
+    )
     solver: Literal["list", "cp_sat"] = Field(
         default="list", description="list is critical-path list scheduling; cp_sat searches for the optimum"
     )
@@ -114,6 +119,15 @@ class Schedule(Strict):
         le=1 << 20,
         description="MiB of buffers of unfinished collectives on one rank, at most",
     )
+
+    @model_validator(mode="after")
+    def _orders_what_overlaps(self) -> "Schedule":
+        if self.backward == "explicit" and self.overlap == "none":
+            raise problem(
+                "backward: explicit orders the backward pass around collectives in flight, and overlap: none has none; "
+                "write overlap: full, or leave backward out"
+            )
+        return self
 
 
 class Runtime(Strict):

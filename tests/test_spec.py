@@ -62,7 +62,8 @@ def test_every_key_of_the_language_is_read(tmp_path):
         2,
     )
     assert spec.schedule.model_dump() == {
-        "overlap": "none", "solver": "cp_sat", "costs": "specs/hardware/h200.yaml", "max_in_flight_mib": 64
+        "overlap": "none", "backward": "mirrored", "solver": "cp_sat", "costs": "specs/hardware/h200.yaml",
+        "max_in_flight_mib": 64,
     }  # fmt: skip
     assert spec.runtime.model_dump() == {
         "recompute": "layer", "lower": "aot_eager", "transport": "gloo", "mode": "eager_wait"
@@ -80,11 +81,18 @@ def test_what_is_omitted_means_one_process_and_nothing_scheduled():
     )
     section = load_spec({"fxskip": 1, "schedule": {}, "runtime": {}})
     assert section.schedule.model_dump() == {
-        "overlap": "full", "solver": "list", "costs": "roofline", "max_in_flight_mib": 1024
+        "overlap": "full", "backward": "mirrored", "solver": "list", "costs": "roofline", "max_in_flight_mib": 1024
     }  # fmt: skip
     assert section.runtime.model_dump() == {
         "recompute": "none", "lower": "none", "transport": "auto", "mode": "scheduled"
     }  # fmt: skip
+
+
+def test_an_explicit_backward_needs_something_in_flight():
+    spec = load_spec({"fxskip": 1, "schedule": {"backward": "explicit"}})
+    assert spec.schedule.backward == "explicit"
+    with pytest.raises(SpecError, match="overlap: none has none; write overlap: full, or leave backward out"):
+        load_spec({"fxskip": 1, "schedule": {"backward": "explicit", "overlap": "none"}})
 
 
 def test_a_rule_names_blocks_by_kind_or_path():

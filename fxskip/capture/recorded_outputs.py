@@ -35,3 +35,10 @@ def traceable_recording() -> Iterator[None]:
     if collected is not None and own is not None:
         for key, values in own.items():
             collected[key] = [*(collected[key] or ()), *values]
+
+
+def records_layers() -> bool:
+    """Whether transformers records, in the call that runs, what decoder layers return."""
+    variable: Any = _active_collector
+    recorded = variable.get() if variable is not None else None
+    return recorded is not None and not set(recorded) <= {"attentions", "router_logits"}

@@ -23,6 +23,7 @@ from fxskip.capture.causes import cause
 from fxskip.capture.eager_branches import eager_branches
 from fxskip.capture.recorded_outputs import traceable_recording
 from fxskip.capture.selective_scan import whole_selective_scans
+from fxskip.capture.shared import Shared
 from fxskip.errors import CaptureError, FxskipError, first_line
 from fxskip.ir import is_matrix_product, module_path, op_name, refuse_to_run, stream_in, stream_out
 
@@ -46,6 +47,13 @@ _DYNAMO = {
 
 # Sizes that happen to be equal (batch and heads) must not become one size: another batch would be captured again.
 _SHAPES: Any = torch.fx.experimental._config
+
+_while_any_region_runs = Shared(
+    lambda: torch._dynamo.config.patch(_DYNAMO),
+    lambda: _SHAPES.patch(use_duck_shape=False),
+    eager_branches,
+    whole_selective_scans,
+)
 
 # Dynamo warns that it looks inside functools.lru_cache; transformers caches answers that never change.
 warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
@@ -98,13 +106,7 @@ def compile_region(
     compiled = torch.compile(region, backend=backend, fullgraph=True, dynamic=True)
 
     def run(*arguments: Any) -> tuple[Any, Streams]:
-        with (
-            torch._dynamo.config.patch(_DYNAMO),
-            _SHAPES.patch(use_duck_shape=False),
-            eager_branches(),
-            whole_selective_scans(),
-            traceable_recording(),
-        ):
+        with _while_any_region_runs(), traceable_recording():
             try:
                 return compiled(*arguments)
             except torch._dynamo.exc.BackendCompilerFailed as error:

@@ -16,6 +16,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
+import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import (
@@ -31,7 +32,8 @@ from fxskip.checkpoint.auto_classes import auto_classes, known_types, language_m
 from fxskip.checkpoint.plain import plain_record
 from fxskip.checkpoint.program import program_record
 from fxskip.checkpoint.record import WiringRecord
-from fxskip.errors import CheckpointError
+from fxskip.checkpoint.spread import is_spread, own_parts, whole_state_dict
+from fxskip.errors import CheckpointError, PassError
 from fxskip.runtime.decoder import keep_eager
 from fxskip.runtime.regions import install
 from fxskip.spec import load_spec
@@ -114,10 +116,20 @@ class FxSkipModelMixin:
                 "save_pretrained", "push_to_hub=True", hint="save first, then model.push_to_hub(repo_id)"
             )
         self._require_loadable()
+        if is_spread(cast(nn.Module, self)):
+            # All processes take part in gathering, one writes, and none goes on before the folder is complete.
+            kwargs.setdefault("state_dict", whole_state_dict(cast(nn.Module, self)))
+            if dist.get_rank() == 0:
+                self._save(Path(save_directory), **kwargs)
+            dist.barrier()
+            return
         if not is_main_process:
             super().save_pretrained(save_directory, is_main_process=False, **kwargs)  # type: ignore[misc]
             return
-        with replaced_directory(Path(save_directory)) as folder:
+        self._save(Path(save_directory), **kwargs)
+
+    def _save(self, save_directory: Path, **kwargs: Any) -> None:
+        with replaced_directory(save_directory) as folder:
             super().save_pretrained(folder, is_main_process=True, **kwargs)  # type: ignore[misc]
             (folder / REMOTE_CODE).write_text(_remote_code())
 
@@ -156,6 +168,8 @@ class FxSkipModelMixin:
     ) -> Any:
         """Load weights; with `strict=False`, also in the form that files have, one tensor an expert.
 
+        Of a model that is spread over processes, each takes its part of whole tensors.
+
         A Trainer that resumes hands over what is in its checkpoint's file. transformers converts that form only in
         `from_pretrained`, and would keep the experts as they are.
         """
@@ -164,6 +178,8 @@ class FxSkipModelMixin:
         if not strict and any(_ONE_EXPERT.search(name) for name in unknown):
             loaded = type(self).from_pretrained(None, config=self.config, state_dict=dict(state_dict))
             state_dict = loaded.state_dict()
+        if is_spread(cast(nn.Module, self)):
+            state_dict = own_parts(state_dict, cast(nn.Module, self))
         return load(state_dict, strict=strict, assign=assign)
 
     # transformers reads these two off the source text of a class's module, which for ours is this file. A wrong
@@ -265,6 +281,13 @@ def wire(model: Any, record: WiringRecord) -> None:
     keep_eager(model.get_submodule(next(iter(layers)).rsplit(".", 2)[0]))
 
 
+def rewired_layers(model: Any) -> dict[str, nn.Module]:
+    """The decoder layers of a rewired model, by path, in order."""
+    if (record := plain_record(model)) is not None:
+        return {path: model.get_submodule(path) for path in record.layers}
+    return layers_by_path(model)
+
+
 def base_class(model: Model) -> type[Model]:
     """The original class of a model, rewired or not."""
     found: type[Model] = getattr(type(model), "fxskip_base", None) or cast(Any, own_class(model))
@@ -277,6 +300,18 @@ def record_of(model: object) -> WiringRecord | None:
         return WiringRecord.from_dict(model.config.fxskip)
     other = plain_record(model) or program_record(model)
     return other.wiring if other is not None else None
+
+
+def require_record(who: str, student: nn.Module) -> WiringRecord:
+    """The record of a rewired model. Raises PassError, from `who`, for any other."""
+    record = record_of(student)
+    if record is None:
+        raise PassError(
+            who,
+            f"{type(student).__name__} was not rewired by fxskip",
+            hint="student = fxskip.transform(model, spec), or load a saved one with AutoModelForCausalLM",
+        )
+    return record
 
 
 def family_of(config_dict: Mapping[str, Any]) -> Family:

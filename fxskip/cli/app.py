@@ -16,6 +16,7 @@ from fxskip.cli.doctor import doctor
 from fxskip.cli.eval import evaluate
 from fxskip.cli.exit_code import ExitCode, exit_code_of
 from fxskip.cli.plan import plan
+from fxskip.cli.trace import trace
 from fxskip.errors import FxskipError
 from fxskip.version import __version__
 
@@ -31,6 +32,7 @@ app.command("convert")(convert)
 app.command("distill")(distill)
 app.command("eval")(evaluate)
 app.command("doctor")(doctor)
+app.command("trace")(trace)
 app.add_typer(bench, name="bench")
 
 

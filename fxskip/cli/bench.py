@@ -105,6 +105,84 @@ def require_kernels() -> None:
         )
 
 
+@bench.command("overlap")
+def overlap(
+    out: Annotated[Path, typer.Option("--out", dir_okay=False, help="JSON file with all samples.")],
+    layers: Annotated[
+        list[int] | None,
+        typer.Option("--layers", min=3, help="Can be given several times. Default: 8 and 27."),
+    ] = None,
+    micro_batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--micro-batch",
+            min=1,
+            help="Sequences of each rank; can be given several times. Default: 2.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--length", min=2, help="Tokens of a sequence. Default: 4096.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option("--rounds", min=1, help="Times that each variant is timed. Default: 12.")
+    ] = None,
+    slow_link: Annotated[
+        bool,
+        typer.Option(
+            "--slow-link",
+            help="Also with NCCL_P2P_DISABLE=1: through the host's memory, a stand-in for a link between hosts.",
+        ),
+    ] = False,
+    measured_costs: Annotated[
+        bool,
+        typer.Option(
+            "--measured-costs", help="Choose orders by costs that are measured first, not by the roofline."
+        ),
+    ] = False,
+    tiny: Annotated[
+        bool,
+        typer.Option(
+            "--tiny", help="Check that everything runs, on a CPU too, at sizes whose times mean nothing."
+        ),
+    ] = False,
+) -> None:
+    """Hidden communication on two GPUs: stock and FarSkip, blocking, scheduled, and with nothing sent.
+
+    Decoders of DeepSeek-V2-Lite's shapes, experts spread over two ranks; then one process without a mesh, student
+    against original. Two processes are started for each setting. Real routing and forced balanced routing, real data
+    and zero data (for a constant clock), with clocks and power from nvidia-smi. What fails is in the file with its
+    message, the rest is measured all the same, and the exit status is not 0.
+
+    \b
+    Examples:
+      fxskip bench overlap --out overlap.json
+      fxskip bench overlap --layers 8 --micro-batch 2 --micro-batch 4 --slow-link --out overlap.json
+      fxskip bench overlap --tiny --out check.json
+    """
+    import torch
+
+    # Unlike is_available, device_count leaves GPUs to processes that are started later.
+    if not tiny and torch.cuda.device_count() < 2:
+        raise FxskipError(
+            "bench overlap",
+            f"this PyTorch sees {torch.cuda.device_count()} CUDA devices, and two are needed",
+            hint="run it on a machine with two GPUs, or give --tiny",
+        )
+    from fxskip.bench.overlap import run
+    from fxskip.bench.overlap_model import Setting
+
+    sizes = (32, 2) if tiny else (4096, 12)
+    settings = [
+        Setting(
+            count, batch, tokens or sizes[0], rounds or sizes[1], 1 if tiny else 2, slow, measured_costs, tiny
+        )
+        for slow in ([False, True] if slow_link else [False])
+        for count in layers or ([3] if tiny else [8, 27])
+        for batch in micro_batch or ([1] if tiny else [2])
+    ]
+    run(out, settings)
+
+
 @bench.command("plot")
 def plot(
     reports: Annotated[

@@ -44,11 +44,12 @@ def convert(
         import fxskip
 
         loaded = fxskip.load_spec(spec)
+        from fxskip.api import rewire
         from fxskip.cli.models import load_model
         from fxskip.cli.saving import require_free, save_with_tokenizer
 
         require_free(out, tokenizer=model, overwrite=overwrite)
-        student = fxskip.transform(load_model(model, dtype), loaded, inplace=True)
+        student = rewire(load_model(model, dtype), loaded, inplace=True)
         result = fxskip.explain(student)
         save_with_tokenizer(student, model, out)
     note(f"saved: {out}")

@@ -13,7 +13,6 @@ from fxskip.schedule.hardware import Hardware, MatrixType
 from fxskip.schedule.roofline import CopiesPer, Deployment, Exchange
 from fxskip.spec import Spec
 
-DEFAULT_HARDWARE = "h200"
 """What estimates are for unless the caller says otherwise."""
 TOKENS = 4096
 """Tokens of a rank unless the caller says otherwise."""

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import Cache
 
+from fxskip.collectives.kept import Kept
 from fxskip.errors import PassError
 
 Result = TypeVar("Result")
@@ -46,12 +47,19 @@ def recomputes(layer: nn.Module, recompute: str) -> bool:
 def recomputed(recompute: str, run: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     """`run(*args, **kwargs)`; its intermediate values are computed again in the backward pass.
 
-    A key-value cache is left out, for the second run would append to it again.
+    A key-value cache is left out, for the second run would append to it again. What other ranks sent is kept: the
+    second run starts no collective.
     """
+    kept = Kept()
+
+    def run_and_keep(*args: Any, **kwargs: Any) -> Result:
+        with kept.run():
+            return run(*args, **kwargs)
+
     options: dict[str, Any] = {"use_reentrant": False}
     if recompute == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    out: Result = checkpoint(run, *args, **_without_caches(kwargs), **options)
+    out: Result = checkpoint(run_and_keep, *args, **_without_caches(kwargs), **options)
     return out
 
 

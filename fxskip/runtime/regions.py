@@ -6,24 +6,35 @@ deepcopy and state_dict see nothing new. No function is stored on the layer; the
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from types import FrameType
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import _StopRecomputationError
 
+from fxskip.backward.explicit_region import explicit_region, has_flights, is_explicit
 from fxskip.capture.region import CompiledRegion, Streams, compile_region
 from fxskip.capture.sharding import refuse_to_pickle, set_own_class
 from fxskip.capture.twin import layer_class, require_own_class_forward
-from fxskip.errors import CaptureError, PassError
+from fxskip.collectives.border import Pending, Tail, at_border
+from fxskip.collectives.failures import begin_pass, tell
+from fxskip.collectives.landing import backward_pass, drain
+from fxskip.errors import CaptureError, CollectiveError, PassError
 from fxskip.leaves import make_leaf, running
-from fxskip.pipeline import rewire
+from fxskip.parallel import Ranks, RegionParallel
+from fxskip.pipeline import parallelise, rewire
 from fxskip.runtime.layer_cache import layer_caches, on_device, uses_one_part
 from fxskip.runtime.lowering import lowered
+from fxskip.runtime.observed import Observed
 from fxskip.runtime.recompute import recomputed, recomputes, reentrant_refusal
+from fxskip.runtime.watched import arguments_are_watched, result_is_watched
+from fxskip.schedule.order_region import schedules_of
 from fxskip.spec import Runtime
 from fxskip.wiring import RegionWiring
 
@@ -52,19 +63,36 @@ class Region(nn.Module):
     fxskip_one_part: bool
     fxskip_recompute: str
     fxskip_lower: str
+    fxskip_parallel: RegionParallel | None = None
+    fxskip_ranks: Ranks
+
+    @_not_compiled_by_others
+    def __call__(self, hidden_states: Tensor | Streams, *args: Any, **kwargs: Any) -> Any:
+        """Call the layer, with the hooks on it. Hooks on what it is called with find finished streams."""
+        if self.fxskip_parallel is None:
+            return super().__call__(hidden_states, *args, **kwargs)
+        if self.fxskip_layer == 0 and backward_pass() == -1:
+            begin_pass()
+        try:
+            return super().__call__(_entering(self, hidden_states), *args, **kwargs)
+        except _StopRecomputationError:  # how torch's checkpoint ends a second run that has gone far enough
+            drain()
+            raise
+        except BaseException as error:
+            self._leave_nothing_in_flight(error)
+            raise
 
     @_not_compiled_by_others
     def forward(self, hidden_states: Tensor | Streams, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's original body, rewired. Arguments and result are the original layer's."""
         _refuse_reentrant_checkpointing(self.fxskip_wiring, self)
-        streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
-        _require_streams(self, len(streams))
+        streams, arrived = _incoming(self, hidden_states)
         try:
             if recomputes(self, self.fxskip_recompute):
-                out, others = recomputed(self.fxskip_recompute, self._run, streams, *args, **kwargs)
+                out, others = recomputed(self.fxskip_recompute, self._run, streams, arrived, *args, **kwargs)
             else:
-                out, others = self._run(streams, *args, **kwargs)
-        except (CaptureError, PassError) as error:
+                out, others = self._run(streams, arrived, *args, **kwargs)
+        except (CaptureError, PassError, CollectiveError) as error:
             raise error.within(f"decoder layer {self.fxskip_layer}") from error.__cause__
         if not others:
             return out
@@ -73,12 +101,31 @@ class Region(nn.Module):
         return (out, *others)
 
     @_not_compiled_by_others
-    def _run(self, streams: Streams, *args: Any, **kwargs: Any) -> tuple[Any, Streams]:
-        region = _compiled(self.fxskip_wiring, self.fxskip_lower)
+    def _run(self, streams: Streams, arrived: Pending | None, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """What the layer returns, and what crosses its border beside the full stream."""
+        parallel = self.fxskip_parallel
+        if parallel is not None and parallel.defers and result_is_watched(self):
+            parallel = replace(parallel, defers=False)
+        arriving = arrived.tail if arrived is not None else None
+        region = _compiled(self.fxskip_wiring, self.fxskip_lower, parallel, arriving)
         alone = kwargs if self.fxskip_one_part else {}
         own = kwargs | layer_caches(alone, self.fxskip_layer)
-        with running(self), on_device(alone, self.fxskip_layer, streams[0].device):
-            return region(self, self.fxskip_base, streams, args, own)
+        with (
+            running(self),
+            on_device(alone, self.fxskip_layer, streams[0].device),
+            at_border(arrived) as border,
+        ):
+            out, others = region(self, self.fxskip_base, streams, args, own)
+        if border.left is None:
+            return out, others
+        return out, (*others, *border.left.watched(), border.left)
+
+    def _leave_nothing_in_flight(self, error: BaseException) -> None:
+        """After an error: tell the other ranks, and wait for what is under way."""
+        place = f"decoder layer {self.fxskip_layer}"
+        tell(error, place)
+        if landed := drain():
+            error.add_note(f"fxskip: {place}: waited for what was in flight: {', '.join(landed)}")
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         refuse_to_pickle(self)
@@ -127,25 +174,70 @@ def _bare_region(base: type[nn.Module]) -> nn.Module:
 
 
 @cache
-def _compiled(wiring: RegionWiring, lower: str) -> CompiledRegion:
-    """The region function of a wiring: all layers of all models that are wired alike share its captures."""
-    return compile_region(partial(_build, wiring, lower), len(wiring.outputs), f"{wiring.digest()}_{lower}")
+def _compiled(
+    wiring: RegionWiring, lower: str, parallel: RegionParallel | None, arriving: Tail | None
+) -> CompiledRegion:
+    """The region function of a wiring: all layers of all models that run alike share its captures."""
+    name = region_name(wiring, lower, parallel, arriving)
+    return compile_region(partial(_build, wiring, lower, parallel, arriving), len(wiring.outputs), name)
 
 
-def _build(wiring: RegionWiring, lower: str, module: fx.GraphModule, example_inputs: list[Any]) -> Any:
-    graph = rewire(module.graph, wiring, eager=lower == "none")
-    return lowered(lower, fx.GraphModule(module, graph), example_inputs)
+def region_name(
+    wiring: RegionWiring, lower: str, parallel: RegionParallel | None, arriving: Tail | None
+) -> str:
+    """A name that regions have in common if, and only if, they run alike."""
+    name = f"{wiring.digest()}_{lower}"
+    if parallel is None:
+        return name
+    kind = f"{parallel} {arriving.digest if arriving else None}"
+    return f"{name}_{hashlib.sha256(kind.encode()).hexdigest()[:16]}"
 
 
-def _require_streams(layer: Region, found: int) -> None:
+def _build(
+    wiring: RegionWiring,
+    lower: str,
+    parallel: RegionParallel | None,
+    arriving: Tail | None,
+    module: fx.GraphModule,
+    example_inputs: list[Any],
+) -> Any:
+    schedule = None
+    if parallel is None:
+        graph = rewire(module.graph, wiring, eager=lower == "none")
+    else:
+        name = region_name(wiring, lower, parallel, arriving)
+        graph = parallelise(module.graph, wiring, parallel, arriving, name)
+        if is_explicit(parallel) and torch.is_grad_enabled() and has_flights(graph):
+            return explicit_region(module, graph, schedules_of(name)[-1], parallel)
+        schedule = next(reversed(schedules_of(name)), None)
+    rewired = fx.GraphModule(module, graph)
+    run = lowered(lower, rewired, example_inputs)
+    return run if lower != "none" else Observed(rewired, run, schedule)
+
+
+def _entering(layer: Region, hidden_states: Any) -> Any:
+    """What the layer is called with: what is pending beside the streams, or finished where a hook looks at it."""
+    if not isinstance(hidden_states, tuple) or not isinstance(hidden_states[-1], Pending):
+        return hidden_states
+    pending, streams = hidden_states[-1], hidden_states[: len(layer.fxskip_wiring.inputs)]
+    return pending.finish(streams) if arguments_are_watched(layer) else (*streams, pending)
+
+
+def _incoming(layer: Region, hidden_states: Any) -> tuple[Streams, Pending | None]:
+    """The streams that arrive, and what is still pending of them."""
+    arrived = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
     wanted = len(layer.fxskip_wiring.inputs)
-    if found != wanted:
+    pending = arrived[-1] if isinstance(arrived[-1], Pending) else None
+    if pending is not None:  # whoever calls `forward` itself has not taken the watched values off
+        arrived = arrived[:wanted]
+    if len(arrived) != wanted:
         raise CaptureError(
             f"layer {layer.fxskip_layer}",
-            f"{found} streams arrive where the wiring needs {wanted}",
+            f"{len(arrived)} streams arrive where the wiring needs {wanted}",
             where=type(layer).__name__,
             hint="call the model, not single layers; layers must not be removed or reordered after the transform",
         )
+    return arrived, pending
 
 
 def _refuse_reentrant_checkpointing(wiring: RegionWiring, layer: nn.Module) -> None:

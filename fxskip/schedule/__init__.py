@@ -1,1 +1,1 @@
-"""What a region's operations cost. Ordering them under collectives comes with the scheduler."""
+"""What a region's operations cost, in which order they run under collectives, and what that hides."""

@@ -11,6 +11,8 @@
     network: {link_bytes_per_s: ...}
     kernel_start_s: {value: ..., kind: ..., source: ...}
     collective_start_s: ...
+    contention:                      # how a collective and the kernels beside it disturb each other, by transport;
+      nccl: {start_behind_long_s: ..., matrix_stretch: ..., ...}    # absent: not modelled
 
 Nothing here imports torch.
 """
@@ -32,6 +34,12 @@ from fxskip.strict_yaml import shown
 MatrixType = Literal["float32", "bfloat16", "float16", "float8"]
 """Operand types of a matrix product. float32 means the matrix units (TF32 where there is one)."""
 
+Transport = Literal["nccl", "nccl_network", "copy_engine"]
+"""What moves the bytes: NCCL over the links of a domain, NCCL over the network, or the copy engines in a domain."""
+
+DEFAULT_HARDWARE = "h200"
+"""What estimates are for where nobody says."""
+
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 """Bytes of an element of each MatrixType."""
 
@@ -45,6 +53,18 @@ class Figure(Strict):
         "assumed: nobody measured it, `source` says why it is believed"
     )
     source: str = Field(min_length=8, description="a URL, the name of a data sheet, or a file of results")
+
+
+class Delay(Figure):
+    """A time that may be 0."""
+
+    value: float = Field(ge=0)
+
+
+class Stretch(Figure):
+    """A time beside something else, in times alone."""
+
+    value: float = Field(ge=1)
 
 
 class Fraction(Figure):
@@ -88,6 +108,19 @@ class Network(Strict):
     link_bytes_per_s: Rate = Field(description="what one GPU sends to other domains; one direction")
 
 
+class Contention(Strict):
+    """How a collective of one transport and the kernels beside it disturb each other."""
+
+    start_behind_long_s: Delay = Field(
+        description="what a collective loses that becomes ready while a GEMM or attention runs, at most"
+    )
+    start_behind_short_s: Delay = Field(description="the same behind a residual add, a norm, an activation")
+    matrix_stretch: Stretch = Field(description="time of a GEMM beside the collective, in times alone")
+    attention_stretch: Stretch = Field(description="the same of attention")
+    elementwise_stretch: Stretch = Field(description="the same of elementwise kernels")
+    collective_stretch: Stretch = Field(description="time of the collective beside compute, in times alone")
+
+
 def _by_type(written: object) -> object:
     if isinstance(written, dict) and not written:
         raise problem(f"names no type; write one or more of {', '.join(get_args(MatrixType))}")
@@ -107,6 +140,9 @@ class Hardware(Strict):
     network: Network
     kernel_start_s: Figure = Field(description="time from one kernel of a stream to the next")
     collective_start_s: Figure = Field(description="time of a collective that carries next to nothing")
+    contention: dict[Transport, Contention] = Field(
+        default={}, description="by transport; one that is absent is not modelled"
+    )
 
 
 def load_hardware(source: str | PathLike[str] | Hardware) -> Hardware:

@@ -50,10 +50,8 @@ UNKNOWN = Work(None, None)
 
 def work_of(node: fx.Node, part: str, setting: Setting) -> Work | None:
     """The work of one operation in that part of a sub-block; None where it is none that counts."""
-    if is_leaf(node):
-        return UNKNOWN
     try:
-        return _counted(node, part, setting)
+        return _of_leaf(node, part, setting) if is_leaf(node) else _counted(node, part, setting)
     except DependsOnValues:
         return UNKNOWN
 
@@ -122,6 +120,19 @@ def _of_experts(node: fx.Node, setting: Setting) -> Work | None:
     number = product(matrix.shape[:-2])
     rows = chosen * number / experts
     return Work(2.0 * rows * inner * outer, rows * (inner + outer), number / experts)
+
+
+def _of_leaf(node: fx.Node, part: str, setting: Setting) -> Work:
+    """A module that runs as it is and gets tokens with their experts: what its stacks of matrices do."""
+    experts, chosen = setting.routing.experts, setting.routing.chosen
+    stacks = [p for p in setting.held(node).values() if p.dim() == 3]
+    if part != "routed" or not experts or not chosen or not stacks:
+        return UNKNOWN
+    if any(hint(p.shape[0]) != experts for p in stacks):
+        return UNKNOWN
+    sizes = [tuple(map(hint, p.shape[1:])) for p in stacks]
+    flops = sum(2.0 * chosen * inner * outer for inner, outer in sizes)
+    return Work(flops, sum(float(chosen * (inner + outer)) for inner, outer in sizes), len(stacks))
 
 
 def _of_activations(node: fx.Node, setting: Setting) -> Work:

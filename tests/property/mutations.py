@@ -52,7 +52,7 @@ sum: split
 parallel:
   expert: {size: 8, exchange: all_reduce}
   tensor: {size: 2}
-schedule: {overlap: none, solver: cp_sat, costs: ./table.json, max_in_flight_mib: 512}
+schedule: {overlap: none, backward: mirrored, solver: cp_sat, costs: ./table.json, max_in_flight_mib: 512}
 runtime: {recompute: layer, transport: nccl, mode: reference}
 """
 
@@ -253,6 +253,7 @@ WRONG: dict[str, list[str]] = {
     "size": ["0", "-1", "65537", "1.0", '"8"', "1e1"],
     "exchange": ["all_to_al", "alltoall"],
     "overlap": ["ful", "partial"],
+    "backward": ["explicitly", "mirror"],
     "solver": ["lists", "cpsat"],
     "costs": ["rooflin", '""', '"./a\\0"'],
     "max_in_flight_mib": ["0", "1048577", "-5", "1e3", '"512"'],

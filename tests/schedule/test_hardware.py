@@ -29,7 +29,11 @@ def test_a_file_that_comes_with_fxskip(name):
     assert made == load_hardware(FILES / f"{name}.yaml") == load_hardware(made)
     assert made.matrix_flop_per_s.keys() == BYTES.keys()
     assert made.domain.gpus == 8
-    assert len(figures(made)) == 2 * (len(BYTES) + 3) + 2
+    transports = (
+        ("nccl", "nccl_network", "copy_engine") if name == "h200" else ()
+    )  # measured on that one alone
+    assert tuple(made.contention) == transports
+    assert len(figures(made)) == 2 * (len(BYTES) + 3) + 2 + 6 * len(transports)
     assert all(figure.source.strip() for figure in figures(made))
 
 

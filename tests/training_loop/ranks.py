@@ -23,16 +23,29 @@ def run_on_ranks(checks: Sequence[Check], folder: Path, *, limit_s: int) -> None
 
 def _run_checks(checks: Sequence[Check], folder: Path, rank: int) -> None:
     for check in checks:
-        (folder / f"rank{rank}").write_text(check.__name__)
+        (folder / f"rank{rank}").write_text(_name(check))
         torch._dynamo.reset()
         try:
             check(rank, folder)
         except BaseException as error:
-            error.add_note(f"in the check {check.__name__!r} on rank {rank}")
+            error.add_note(f"in the check {_name(check)!r} on rank {rank}")
             raise
         dist.barrier()
+
+
+def _name(check: Check) -> str:
+    if isinstance(check, partial):
+        return f"{check.func.__name__}({', '.join(map(str, check.args))})"
+    return check.__name__
 
 
 def _begun(folder: Path) -> str:
     """The check that each rank began last."""
     return ", ".join(f"{file.name}: {file.read_text()}" for file in sorted(folder.glob("rank*")))
+
+
+def _name(check: Check) -> str:
+    """Of a function, or of a partial of one, with what it was given."""
+    if isinstance(check, partial):
+        return f"{check.func.__name__}({', '.join(map(str, check.args))})"
+    return check.__name__

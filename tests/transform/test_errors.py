@@ -101,16 +101,15 @@ def test_a_model_that_is_already_transformed() -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"parallel": {"expert": {"size": 8, "exchange": "all_to_all"}}}, "parallel.expert.size: 8"),
-        ({"schedule": {"overlap": "full"}}, "schedule.overlap: full"),
+        ({"schedule": {"overlap": "full"}}, "schedule"),
         ({"runtime": {"mode": "eager_wait"}}, "runtime.mode: eager_wait"),
         ({"runtime": {"transport": "nccl"}}, "runtime.transport: nccl"),
     ],
 )
-def test_a_setting_whose_stage_does_not_exist_yet_is_not_ignored(fields: Spec, named: str) -> None:
+def test_a_setting_that_one_process_has_no_use_for_is_not_ignored(fields: Spec, named: str) -> None:
     message = refusal(tiny("mixtral"), spec(ATTENTION_RULE, MLP_RULE, **fields), fxskip.PassError)
 
-    assert named in message
+    assert f"nothing to do for {named}" in message
 
 
 # --- the model that was given --------------------------------------------------------------------
@@ -174,10 +173,21 @@ def test_a_spec_goes_from_a_student_to_another_model() -> None:
     [
         {"parallel": {"expert": {"size": 1, "exchange": "all_reduce"}}},
         {"schedule": {"overlap": "none", "solver": "cp_sat"}},
+        {"schedule": {}},
     ],
     ids=str,
 )
 def test_an_option_that_would_do_nothing_is_refused(section: Any) -> None:
+    assert "nothing to do for" in refusal(tiny("mixtral"), {**FARSKIP.spec, **section}, fxskip.PassError)
+
+
+def test_several_processes_without_a_group() -> None:
+    section = {"parallel": {"expert": {"size": 2}}}
+    assert "no process group" in refusal(tiny("mixtral"), {**FARSKIP.spec, **section}, fxskip.PassError)
+
+
+def test_what_no_stage_does_yet_is_refused() -> None:
+    section = {"parallel": {"expert": {"size": 2}}, "runtime": {"transport": "copy_engine"}}
     assert "has no stage for" in refusal(tiny("mixtral"), {**FARSKIP.spec, **section}, fxskip.PassError)
 
 

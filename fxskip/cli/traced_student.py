@@ -1,0 +1,84 @@
+"""What `fxskip trace` runs: the student of a saved model, in one process or several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fxskip.api import transform
+from fxskip.checkpoint.auto_classes import loader
+from fxskip.cli.arguments import Dtype
+from fxskip.cli.models import load_model, read_config
+from fxskip.runtime.parallelize import axes
+from fxskip.spec import Spec
+from fxskip.tracing.processes import group, in_processes
+from fxskip.tracing.timeline import Timeline
+from fxskip.tracing.trace import trace
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is traced. Tokens are drawn at random, other ones on each rank."""
+
+    model: Path
+    """Folder of a saved model, or a config file: then weights are random."""
+    spec: Spec
+    sequences: int
+    """On each rank."""
+    tokens: int
+    """Of a sequence."""
+    steps: int
+    dtype: Dtype
+    """auto is that of the stored weights; for random ones bfloat16 on a GPU, float32 elsewhere."""
+    trains: bool
+    """Forward and backward, or forward alone."""
+    out: Path | None
+
+
+def traced(request: Request) -> Iterator[Timeline]:
+    """One timeline, on rank 0 under torchrun alone.
+
+    Under torchrun this process is one of those that the spec needs; else they are started here.
+    """
+    needed = prod(axes(request.spec).values())
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        rank = int(os.environ["RANK"])
+        with group(rank, int(os.environ["WORLD_SIZE"]), "env://"):
+            found = list(_traced_rank(request, rank))
+        yield from found if rank == 0 else ()
+    elif needed == 1:
+        yield from _traced_rank(request, 0)
+    else:
+        yield from in_processes(partial(_traced_rank, request), needed)
+
+
+def _traced_rank(request: Request, rank: int) -> Iterator[Timeline]:
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    student = transform(_model(request, device), request.spec, inplace=True)
+    student.train(request.trains)
+    generator = torch.Generator().manual_seed(rank)
+    size = (request.sequences, request.tokens)
+    ids = torch.randint(student.config.get_text_config().vocab_size, size, generator=generator).to(device)
+    batch = {"input_ids": ids, "use_cache": False} | ({"labels": ids} if request.trains else {})
+    out = request.out if rank == 0 or not dist.is_initialized() else None
+    yield trace(student, batch, out, request.steps)
+
+
+def _model(request: Request, device: torch.device) -> Any:
+    if not request.model.is_file():
+        return load_model(request.model, request.dtype, device)
+    found: Any = "bfloat16" if device.type == "cuda" else "float32"
+    dtype = getattr(torch, found if request.dtype is Dtype.auto else request.dtype)
+    config = read_config(request.model)
+    torch.manual_seed(0)  # the same weights on every rank
+    with device:
+        return loader("trace", config).from_config(config, dtype=dtype)

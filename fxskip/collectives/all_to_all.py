@@ -1,0 +1,130 @@
+"""Exchange of rows between the ranks of a group, with as many rows for each rank as there are.
+
+Ranks need each other's counts before the rows. `exchange_counts` starts that early; `Counts.get` waits for it where
+the numbers are needed, on the host. On a GPU they travel to pinned memory meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxskip.collectives.failures import PATIENCE_S, until
+from fxskip.collectives.in_flight import Flight, Issued, start, wait
+from fxskip.collectives.kept import made_once
+from fxskip.collectives.measuring import sends_nothing
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Sends `sent[r]` rows to rank r of the group and receives `received[r]` rows from it, in the order of ranks."""
+
+    group: Any
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+    @property
+    def reversed(self) -> AllToAll:
+        """The exchange that sends everything back."""
+        return AllToAll(self.group, self.received, self.sent)
+
+    def issue(self, tensor: Tensor) -> Issued:
+        """Start it with [sum(sent), ...]; the buffer is [sum(received), ...]."""
+        tensor = tensor.contiguous()
+        if sends_nothing():
+            own = _resized(tensor, sum(self.received))
+            return Issued(own, None, own)
+        buffer = tensor.new_empty((sum(self.received), *tensor.shape[1:]))
+        work = dist.all_to_all_single(
+            buffer, tensor, list(self.received), list(self.sent), group=self.group, async_op=True
+        )
+        return Issued(buffer, work, tensor)
+
+    def issue_reverse(self, gradient: Tensor) -> Issued:
+        """Start the exchange of the gradients of what was received."""
+        return self.reversed.issue(gradient)
+
+
+def _resized(rows: Tensor, count: int) -> Tensor:
+    """The first `count` rows; zeros where there are fewer."""
+    missing = count - rows.shape[0]
+    return rows if missing == 0 else F.pad(rows, (*(0, 0) * (rows.dim() - 1), 0, missing))
+
+
+class Counts:
+    """What each rank tells the owner of each part, under way from `exchange_counts` to `get`."""
+
+    def __init__(self, name: str, own: Tensor, group: Any) -> None:
+        ones = (1,) * own.shape[0]
+        self._name, self._group, self._own = name, group, own
+        self._flight = Flight(name, AllToAll(group, ones, ones))
+        self.received = start(own, self._flight)
+        self._event: torch.cuda.Event | None = None
+        if own.is_cuda:
+            self._copy_to_host()
+        self._table: list[list[list[int]]] | None = None
+
+    def _copy_to_host(self) -> None:
+        # On a stream of its own: the copy waits for the exchange, and the compute stream for neither.
+        side = _side_stream(self._own.device)
+        side.wait_stream(torch.cuda.current_stream(self._own.device))
+        with torch.cuda.stream(side):
+            table = torch.stack((self._own, wait(self.received, self._flight)))
+            self._host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            self._host.copy_(table, non_blocking=True)
+            self._event = side.record_event()
+        for tensor in (self._own, self.received):
+            tensor.record_stream(side)
+
+    def get(self) -> tuple[list[list[int]], list[list[int]]]:
+        """What this rank told each, and what each told this one. Raises CollectiveError where another rank failed."""
+        if self._table is None:
+            if self._event is not None:
+                until(self._name, self._group, self._has_arrived)
+                self._table = self._host.tolist()
+            else:
+                self._table = torch.stack((self._own, wait(self.received, self._flight))).tolist()
+        if self._event is not None:
+            torch.cuda.current_stream(self._own.device).wait_event(self._event)  # for `received`
+        own, received = self._table
+        return own, received
+
+    def _has_arrived(self) -> bool:
+        """Waits for a moment for what travels to the host."""
+        assert self._event is not None
+        deadline = time.monotonic() + PATIENCE_S
+        while not self._event.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0)  # lets other threads run
+        return True
+
+
+def exchange_counts(name: str, counts: Tensor, group: Any) -> Counts:
+    """Start telling each rank of `group` how many rows it will get.
+
+    name     says in errors what it is for
+    counts   [ranks, parts] int64: for the rank that owns the parts, rows of each
+    """
+    return made_once(lambda: Counts(name, counts.contiguous(), group))
+
+
+_SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _SIDE_STREAMS:
+        _SIDE_STREAMS[device] = torch.cuda.Stream(device)
+    return _SIDE_STREAMS[device]
+
+
+def split_evenly(total: int, ranks: int) -> tuple[int, ...]:
+    """How many of `total` things each rank owns, as torch.chunk and DTensor's Shard have it: the last may own fewer."""
+    each = -(-total // ranks)
+    return tuple(max(0, min(each, total - rank * each)) for rank in range(ranks))

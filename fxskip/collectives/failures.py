@@ -1,0 +1,226 @@
+"""Who failed, when a collective does not come to its end.
+
+A rank that stops in the middle of a pass leaves the others waiting. So it says so in the store of the process
+group, and whoever waits for longer than a moment looks there. A rank that was killed says nothing: its connections
+break, the others say that theirs did, and the one without a word is the one.
+
+After an error that all ranks had at the same place, they may go on together. They compare how many collectives each
+has issued, for one that is ahead would pair its next one with another of its peers.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from fxskip.errors import CollectiveError, first_line
+
+PATIENCE_S = 1.0
+"""A wait that takes longer looks for what the other ranks say."""
+GRACE_S = 5.0
+"""When a connection broke: how long the others have to say why."""
+MEETING_S = 60.0
+"""After an error: how long to wait for the others to have it too."""
+
+
+class Work(Protocol):
+    """What torch.distributed returns for a collective that runs by itself."""
+
+    def wait(self, timeout: timedelta = ...) -> Any:
+        """Block the host, or the current stream of a device, until the collective is done."""
+
+    def is_completed(self) -> bool:
+        """Whether it is done, or has failed."""
+
+
+@dataclass
+class _Member:
+    """What this process has to do with one process group."""
+
+    store: Any
+    ranks: list[int]
+    me: int
+    issued: int = 0
+    at_pass_begin: int = 0
+    failures: int = 0
+    """How many errors the ranks of the group have had together and gone on after: errors are told apart by it."""
+    told: bool = False
+    """Whether this rank has said that it failed."""
+    broken: CollectiveError | None = None
+
+    def key(self, rank: int) -> str:
+        return f"fxskip/failed/{self.failures}/{rank}"
+
+
+_MEMBERS: weakref.WeakKeyDictionary[Any, _Member] = weakref.WeakKeyDictionary()
+
+
+def _member(group: Any) -> _Member:
+    if group not in _MEMBERS:
+        store = _get_process_group_store(group)
+        _MEMBERS[group] = _Member(store, dist.get_process_group_ranks(group), dist.get_rank())
+    return _MEMBERS[group]
+
+
+def begin_pass() -> None:
+    """A forward pass begins; an error before its first collective leaves the ranks in step."""
+    for member in _MEMBERS.values():
+        if not member.told:
+            member.at_pass_begin = member.issued
+
+
+def tell(error: BaseException | str, place: str) -> None:
+    """Say to the other ranks of all groups that this one has failed, once. Errors of the store are left aside."""
+    what = error if isinstance(error, str) else f"{type(error).__name__}: {first_line(error)}"
+    follows = isinstance(error, CollectiveError)
+    for member in list(_MEMBERS.values()):
+        if not member.told:
+            member.told = True
+            record = {"what": what, "place": place, "issued": member.issued, "follows": follows}
+            _store_set(member, json.dumps(record))
+
+
+@contextmanager
+def issuing(name: str, group: Any) -> Iterator[None]:
+    """Around the call that hands the collective `name` to `group`.
+
+    Raises CollectiveError where the group is out of step after an error, or the transport refuses.
+    """
+    member = _member(group)
+    if member.told:
+        _go_on_together(name, member)
+    if member.broken is not None:
+        raise member.broken
+    member.issued += 1
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise _broken(name, member, error) from error
+
+
+def wait_until_done(name: str, group: Any, work: Work) -> None:
+    """Wait for a collective that the host waits for. Raises CollectiveError with the rank that failed, if one has."""
+    until(name, group, lambda: _done_within(work, PATIENCE_S))
+
+
+def until(name: str, group: Any, done: Callable[[], bool]) -> None:
+    """Call `done`, which waits for a moment, until it returns True.
+
+    Raises CollectiveError where another rank has failed meanwhile, or where the transport fails in `done`.
+    """
+    member = _member(group)
+    try:
+        while not done():
+            said = _said_by_others(member)
+            if said:
+                raise _stopped(name, member, said)
+    except RuntimeError as error:
+        raise _broken(name, member, error) from error
+
+
+def _done_within(work: Work, seconds: float) -> bool:
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if work.is_completed():  # it failed; otherwise it only takes longer
+            raise
+        return False
+    return True
+
+
+def _broken(name: str, member: _Member, error: Exception) -> CollectiveError:
+    """The error for a collective that the transport gave up: with what the others say, and who is silent."""
+    tell(error, name)
+    others = [rank for rank in member.ranks if rank != member.me]
+    deadline = time.monotonic() + GRACE_S
+    said = _said_by_others(member)
+    while len(said) < len(others) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        said = _said_by_others(member)
+    silent = [rank for rank in others if rank not in said]
+    found = f"the transport gave up: {first_line(error)}"
+    if silent:
+        found += f"; no word from rank {', '.join(map(str, silent))}: killed, out of memory, or out of reach"
+    return _remember(member, CollectiveError(
+        name, found, where=_listed(said) or None,
+        hint="look at the output of the ranks named here first, then start all processes again",
+    ))  # fmt: skip
+
+
+def _stopped(name: str, member: _Member, said: dict[int, dict[str, Any]]) -> CollectiveError:
+    first = [rank for rank, record in said.items() if not record["follows"]] or list(said)
+    return CollectiveError(
+        name,
+        f"waited for in vain: rank {', '.join(map(str, first))} had an error and stopped",
+        where=_listed({rank: said[rank] for rank in first}),
+        hint="mend the error of that rank. Processes go on together only where all had theirs at the same place",
+    )
+
+
+def _go_on_together(name: str, member: _Member) -> None:
+    """After an error of this rank: wait until all had one, and compare how far each had come."""
+    if member.issued == member.at_pass_begin:  # before the first collective of a pass: nothing is out of step
+        member.told = False
+        _store_delete(member)
+        return
+    others = [rank for rank in member.ranks if rank != member.me]
+    deadline = time.monotonic() + MEETING_S
+    said = _said_by_others(member)
+    while len(said) < len(others) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        said = _said_by_others(member)
+    progress = {rank: record["issued"] for rank, record in said.items()} | {member.me: member.issued}
+    if len(progress) < len(member.ranks) or len(set(progress.values())) > 1:
+        lines = [f"rank {rank}: {_progress(progress.get(rank))}" for rank in member.ranks]
+        raise _remember(member, CollectiveError(
+            name, "after an error, the processes are not at the same place and cannot go on together",
+            where="\n".join(lines), hint="start all processes again from the last checkpoint",
+        ))  # fmt: skip
+    member.failures += 1
+    member.told = False
+    member.at_pass_begin = member.issued
+
+
+def _progress(issued: int | None) -> str:
+    return "no error" if issued is None else f"an error after {issued} collectives"
+
+
+def _remember(member: _Member, error: CollectiveError) -> CollectiveError:
+    """A group that broke stays broken: the next collective says the same."""
+    member.broken = error
+    return error
+
+
+def _listed(said: dict[int, dict[str, Any]]) -> str:
+    return "\n".join(f"rank {rank}, {record['place']}: {record['what']}" for rank, record in said.items())
+
+
+def _said_by_others(member: _Member) -> dict[int, dict[str, Any]]:
+    try:
+        others = [r for r in member.ranks if r != member.me and member.store.check([member.key(r)])]
+        return {rank: json.loads(member.store.get(member.key(rank))) for rank in others}
+    except RuntimeError:  # the process that keeps the store is gone; it is then among those without a word
+        return {}
+
+
+def _store_set(member: _Member, record: str) -> None:
+    try:
+        member.store.set(member.key(member.me), record)
+    except RuntimeError:
+        return  # as above
+
+
+def _store_delete(member: _Member) -> None:
+    try:
+        member.store.delete_key(member.key(member.me))
+    except RuntimeError:
+        return

@@ -1,0 +1,88 @@
+"""How one decoder layer runs on several ranks: plain data that decides, with the wiring, which graph runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from fxskip.errors import PassError
+from fxskip.leaves import running_layer
+from fxskip.schedule.hardware import Transport
+from fxskip.spec import Schedule
+
+Mode = Literal["scheduled", "reference", "eager_wait"]
+Exchange = Literal["all_to_all", "all_reduce"]
+
+EXPERT = "expert"
+"""Name of the mesh axis that experts are spread over."""
+TENSOR = "tensor"
+"""Name of the mesh axis that matrices are cut over."""
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """A module of routed experts whose parameters are stacks of one matrix an expert."""
+
+    path: str
+    """In the decoder layer."""
+    experts: int
+    """On all ranks."""
+    parameters_each: int
+    """Elements of one expert."""
+
+
+@dataclass(frozen=True)
+class RegionParallel:
+    """What is spread over ranks in a layer, and what decides when its collectives run."""
+
+    experts: tuple[ExpertStack, ...]
+    ranks: int
+    """That share one set of experts."""
+    mode: Mode
+    defers: bool
+    """Whether the layer's last exchange may arrive in the next layer."""
+    schedule: Schedule
+    hardware: str
+    """Name or path of the hardware file that costs are taken from."""
+    transport: Transport | Literal["gloo"]
+    """What moves the rows, for the cost of contention."""
+    exchange: Exchange = "all_to_all"
+    expert_axis: str = EXPERT
+    """Axis of the mesh that the experts are spread over."""
+    tensor_size: int = 1
+    """Ranks that matrices are cut over, on the axis "tensor"."""
+
+
+class Ranks:
+    """The mesh that a layer runs on. A copy of the layer runs on the same; a pickle cannot hold it."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All of it."""
+        return self._mesh
+
+    def axis(self, name: str) -> DeviceMesh:
+        """One axis of the mesh."""
+        return self._mesh[name]
+
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise PassError(
+            "pickle",
+            "a model that is spread over processes cannot be pickled: its experts lie on several",
+            hint="save_pretrained gathers them; torch.distributed.checkpoint saves each process's part",
+        )
+
+
+def running_axis(name: str) -> DeviceMesh:
+    """One axis of the mesh that the layer which runs now is spread over."""
+    ranks = running_layer().fxskip_ranks
+    assert isinstance(ranks, Ranks)
+    return ranks.axis(name)

@@ -1,0 +1,64 @@
+"""The schedule of a region's tasks, forward or backward, as the spec's `schedule` asks for it."""
+
+from __future__ import annotations
+
+from fxskip.errors import ScheduleError
+from fxskip.parallel import EXPERT, RegionParallel
+from fxskip.schedule.cost_table import load_costs
+from fxskip.schedule.hardware import load_hardware
+from fxskip.schedule.machine import Machine, contention_of
+from fxskip.schedule.optimal import solve_optimal
+from fxskip.schedule.problem import OrderRule
+from fxskip.schedule.region_tasks import RegionTasks
+from fxskip.schedule.result import Schedule
+from fxskip.schedule.solve import solve
+from fxskip.schedule.tasks import TaskGraph
+
+_TRIES = 300
+"""Orders that are costed. Not seconds: every rank has to find the same order by itself."""
+
+
+def region_schedule(tasks: RegionTasks, parallel: RegionParallel) -> Schedule:
+    """The schedule of a region's forward tasks; raises what `solved` and `measured_graph` raise."""
+    return solved(measured_graph(tasks, parallel.schedule.costs), tasks.copies, parallel)
+
+
+def solved(graph: TaskGraph, copies: int, parallel: RegionParallel) -> Schedule:
+    """The schedule of the tasks of `copies` equal regions in a row.
+
+    Raises ScheduleError where no order keeps to `max_in_flight_mib`, and where OR-tools is asked for and missing.
+    """
+    rule: OrderRule = "periodic" if copies > 1 else "layers"
+    cap = parallel.schedule.max_in_flight_mib << 20
+    if (
+        parallel.schedule.solver == "cp_sat"
+    ):  # which knows no periodic orders: a region in the middle stands for all
+        return solve_optimal(graph, rule="layers", max_in_flight_bytes=cap, repeatable=True).schedule
+    return solve(graph, rule=rule, machine=machine_of(parallel), max_in_flight_bytes=cap, tries=_TRIES)
+
+
+def measured_graph(tasks: RegionTasks, costs: str) -> TaskGraph:
+    """The forward tasks, with the costs of a table, by role, where the spec names one.
+
+    Raises ScheduleError where the table lacks a task.
+    """
+    if costs == "roofline":
+        return tasks.graph
+    table = load_costs(costs).costs_us
+    unknown = sorted({task.role for task in tasks.graph} - set(table))
+    if unknown:
+        raise ScheduleError(
+            "schedule.costs",
+            f"the table has no cost for {', '.join(unknown)}",
+            where=costs,
+            hint="measure this model with fxskip trace, or write costs: roofline",
+        )
+    return tasks.graph.with_costs({task.name: table[task.role] for task in tasks.graph})
+
+
+def machine_of(parallel: RegionParallel) -> Machine | None:
+    """What candidates are simulated on; None where nothing is known of contention: then makespans are compared."""
+    if parallel.transport == "gloo":
+        return None
+    contention = contention_of(load_hardware(parallel.hardware), parallel.transport)
+    return Machine(contention={EXPERT: contention}) if contention is not None else None

@@ -1,0 +1,163 @@
+"""`fxskip.trace`: run a few steps of a student, and show what was estimated beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fxskip.capture.wrappers import inner_model
+from fxskip.checkpoint.family import require_record, rewired_layers
+from fxskip.checkpoint.program import program_record
+from fxskip.errors import PassError
+from fxskip.parallel import RegionParallel
+from fxskip.runtime.regions import Region
+from fxskip.schedule.cost_table import CostKey, save_costs
+from fxskip.schedule.order_region import RegionSchedule
+from fxskip.tracing.estimate import collective_behind, estimated
+from fxskip.tracing.figures import Rank
+from fxskip.tracing.runs import MODES, Mode, Stepper, run_modes
+from fxskip.tracing.timeline import About, Timeline
+from fxskip.version import __version__
+
+
+def trace(
+    student: nn.Module, batch: Mapping[str, Any], out: str | PathLike[str] | None = None, steps: int = 3
+) -> Timeline:
+    """Run a few steps of a rewired model, and say how much of its communication is hidden: estimated and measured.
+
+    Args:
+        student: a rewired model, on its device, perhaps inside DistributedDataParallel. All processes that share it
+            call this, each with a batch of its own.
+        batch: what the model is called with, by name. With labels, the loss is differentiated; else the first result,
+            with a fixed gradient.
+        out: a folder for timeline.txt, timeline.json, timeline.html, perfetto.json and costs.json, which rank 0 writes.
+        steps: how many steps are measured of each kind: as it is, with each collective blocking, and with nothing sent;
+            each of them timed alone, and once more with someone watching, on a GPU also under the profiler of PyTorch.
+
+    A step is forward and backward; forward alone where the model is in eval mode, or gradients are off. Gradients that
+    parameters hold stay as they are. With nothing sent the model computes nonsense, so a running statistic in a
+    buffer, such as a router's load, is not to be trusted afterwards.
+
+    Returns the same on every rank. Raises PassError for a model that is not rewired, and where nothing has a gradient.
+    """
+    model = inner_model(student)
+    require_record("trace", model)
+    _check(model, batch, steps)
+    layers = list(rewired_layers(model).values())
+    parallel = _parallel(layers[0])
+    device = next(model.parameters()).device
+    why_no_gradients = _why_no_gradients(model)
+    stepper = Stepper(student, batch, device, not why_no_gradients, parallel is not None)
+    modes: tuple[Mode, ...] = tuple(MODES) if parallel is not None else ("as it is",)
+    runs, found = run_modes(stepper, modes, steps)
+    schedules = [found.get(number) for number in range(len(layers))]
+    scheduled = [one for one in schedules if one is not None]
+    if len(scheduled) < len(layers):
+        scheduled = []
+    ranks = _gathered(runs) if parallel is not None else [runs]
+    about = About(
+        type(model).__name__,
+        len(layers),
+        len(ranks),
+        parallel.mode if parallel is not None else "one process",
+        parallel.exchange if parallel is not None else "",
+        parallel.transport if parallel is not None else "",
+        stepper.gradients,
+        why_no_gradients,
+        _key(model, batch, device),
+    )
+    timeline = Timeline(
+        about,
+        estimated(scheduled, backward=stepper.gradients) if scheduled else {},
+        tuple(ranks),
+        _roles(scheduled),
+    )
+    if out is not None and (parallel is None or dist.get_rank() == 0):
+        write(timeline, Path(out))
+    return timeline
+
+
+def write(timeline: Timeline, folder: Path) -> list[Path]:
+    """Write all forms of it into a folder; costs where there are any. Returns the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text, data, costs = folder / "timeline.txt", folder / "timeline.json", folder / "costs.json"
+    text.write_text(f"{timeline}\n", encoding="utf-8")
+    data.write_text(timeline.to_json(), encoding="utf-8")
+    files = [text, data, timeline.to_html(folder / "timeline.html")]
+    files.append(timeline.to_perfetto(folder / "perfetto.json"))
+    if timeline.roles:
+        save_costs(timeline.costs(), costs)
+        files.append(costs)
+    return files
+
+
+def _parallel(layer: nn.Module) -> RegionParallel | None:
+    """How a layer is spread; None in one process."""
+    assert isinstance(layer, Region)
+    return layer.fxskip_parallel
+
+
+def _check(model: nn.Module, batch: object, steps: int) -> None:
+    if program_record(model) is not None:
+        raise PassError(
+            "trace",
+            "a captured program has no decoder layers that could be watched",
+            hint="trace the model that the program was captured from, transformed with the same spec",
+        )
+    if not isinstance(batch, Mapping) or not all(isinstance(name, str) for name in batch):
+        raise PassError(
+            "trace",
+            f"the batch is a {type(batch).__name__}",
+            hint='pass what the model is called with, by name: {"input_ids": ids}',
+        )
+    if steps < 1:
+        raise PassError("trace", f"steps is {steps}", hint="write 1 or more")
+
+
+def _why_no_gradients(model: nn.Module) -> str:
+    """ "" where a step has a backward."""
+    if not torch.is_grad_enabled():
+        return "gradients are off"
+    if not model.training:
+        return "the model is in eval mode"
+    if not any(p.requires_grad for p in model.parameters()):
+        return "no parameter trains"
+    return ""
+
+
+def _gathered(runs: Rank) -> list[Rank]:
+    """What all ranks measured."""
+    found: list[Rank | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, runs)
+    return cast(list[Rank], found)
+
+
+def _roles(layers: list[RegionSchedule]) -> dict[str, str | None]:
+    roles: dict[str, str | None] = {task.role: None for region in layers for task in region.graph}
+    behind = collective_behind(layers)
+    return roles | ({"arrival": next(iter(behind.values()))} if behind else {})
+
+
+def _key(model: nn.Module, batch: Mapping[str, Any], device: torch.device) -> CostKey:
+    shapes = {name: list(value.shape) for name, value in batch.items() if isinstance(value, Tensor)} or {
+        f"tensor {k}": list(t.shape)
+        for k, t in enumerate(pytree.tree_leaves(dict(batch)))
+        if isinstance(t, Tensor)
+    }
+    on_gpu = device.type == "cuda"
+    versions = {"torch": torch.__version__, "fxskip": __version__}
+    if on_gpu and dist.is_nccl_available():
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return CostKey(
+        shapes=shapes,
+        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        device=torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        versions=versions,
+    )

@@ -1,0 +1,59 @@
+"""Scheduled, reference and eager-wait mode give the same bits; one process gives the same to rounding."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import fxskip
+from tests.collectives.spreads import (
+    assert_all_modes_agree,
+    assert_one_process_gives_the_same,
+    deferring,
+    model,
+    own_batch,
+    spread,
+)
+from tests.training_loop.ranks import run_on_ranks
+
+KINDS = ("deepseek_v2", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "glm4_moe")
+PRESETS = ("farskip", "identity", "ladder", "parallel", "farskip-attention", "farskip-moe", "farskip-last-75")
+
+
+def all_modes_and_one_process(kind: str, preset: str, rank: int, folder: Path) -> None:
+    original = model(kind, double=True)
+    sections = {"sum": "split"} if preset == "split" else {}
+    name = "farskip" if preset == "split" else preset
+    student = spread(original, name, **sections)
+    assert bool(deferring(student)) == (preset not in ("identity",))
+    found = assert_all_modes_agree(student, own_batch(rank))
+    alone = fxskip.transform(original, {"fxskip": 1, "preset": name, **sections})
+    assert_one_process_gives_the_same(found, alone, own_batch(rank))
+
+
+def grouped_kernels_in_float32(kind: str, rank: int, folder: Path) -> None:
+    """Where transformers runs its own kernels, with dropout drawn in the order of the program."""
+    assert_all_modes_agree(spread(model(kind, attention_dropout=0.3)), own_batch(rank, 3, 11, padded=True))
+
+
+def experts_that_cannot_be_spread(rank: int, folder: Path) -> None:
+    """llama4 sorts its tokens outside of the experts; the refusal comes before the model is touched."""
+    original = model("llama4_text", layers=2)
+    before = dict(original.named_parameters())
+    with pytest.raises(fxskip.PassError, match=r"Llama4TextExperts is called with \(hidden_states\)"):
+        fxskip.transform(original, {"fxskip": 1, "preset": "farskip", "parallel": {"expert": {"size": 2}}})
+    assert all(p is before[name] for name, p in original.named_parameters())
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_architecture_and_preset(kind: str, tmp_path: Path) -> None:
+    checks = [partial(all_modes_and_one_process, kind, preset) for preset in (*PRESETS, "split")]
+    run_on_ranks([*checks, partial(grouped_kernels_in_float32, kind)], tmp_path, limit_s=560)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_refusal(tmp_path: Path) -> None:
+    run_on_ranks((experts_that_cannot_be_spread,), tmp_path, limit_s=120)

@@ -1,0 +1,171 @@
+"""A region's nodes, in the order of a schedule of its tasks."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from fxskip.analysis import Analysis
+from fxskip.errors import PassError, ScheduleError
+from fxskip.ir import is_matrix_product
+from fxskip.passes.place import place
+from fxskip.passes.split_collectives import is_start, is_wait
+from fxskip.passes.verify_flights import flight_plan, verify_flights
+from fxskip.schedule.order_region import _costs, order_region, schedules_of
+from fxskip.schedule.region_tasks import RegionTasks, region_tasks
+from fxskip.schedule.solve_region import region_schedule
+from fxskip.schedule.tasks import HOST
+from fxskip.spec import Schedule
+from tests.schedule.regions import Drawn, declared, region
+from tests.zoo import tiny
+
+drawn = cache(region)
+
+
+def tasks_of(one: Drawn) -> RegionTasks:
+    return region_tasks(one.units, _costs(one.units, one.parallel), repeats=one.arriving is not None)
+
+
+def ordered(one: Drawn, name: str = "test"):
+    arriving = one.arriving.digest if one.arriving else None
+    return place(one.graph, order_region(one.parallel, arriving, name))
+
+
+@pytest.mark.parametrize("spec", ["farskip", "identity", "ladder"])
+def test_every_node_has_its_place_and_no_flight_is_touched(spec: str) -> None:
+    one = drawn("deepseek_v2", spec)
+    graph = verify_flights(ordered(one))
+    assert sorted(n.name for n in graph.nodes) == sorted(n.name for n in one.graph.nodes)
+    assert [n.name for n in graph.nodes] != [n.name for n in one.graph.nodes]
+
+
+def test_tasks_cover_what_costs_something() -> None:
+    one = drawn("deepseek_v2", "farskip")
+    tasks = tasks_of(one)
+    placed = {node for units in tasks.roles.values() for unit in units for node in unit.nodes}
+    heavy = [n.name for n in one.graph.nodes if is_matrix_product(n)]
+    names = {n.name for n in placed}
+    assert len(heavy) > 8 and set(heavy) <= names
+    lanes = {task.role: task.lane for task in tasks.graph}
+    assert (lanes["dispatch"], lanes["combine"], lanes["counts"]) == ("expert",) * 3
+    assert lanes["routing"] == HOST
+
+
+def test_the_combine_is_read_in_the_next_layer() -> None:
+    """By what finishes the stream, and by nothing in its own layer."""
+    tasks = tasks_of(drawn("deepseek_v2", "farskip"))
+    readers = tasks.graph.consumers("1.combine")
+    assert readers and {tasks.graph[name].layer for name in readers} == {2}
+    attention = [t.name for t in tasks.graph if t.layer == 2 and t.role.startswith("attention")]
+    assert attention and not set(attention) & set(readers)
+
+
+def test_stock_connectivity_reads_it_at_home() -> None:
+    one = drawn("deepseek_v2", "identity")
+    tasks = tasks_of(one)
+    assert one.arriving is not None  # it may cross as well; attention then waits for it first of all
+    assert {tasks.graph[name].layer for name in tasks.graph.consumers("1.combine")} == {2}
+
+
+def test_work_stands_between_start_and_wait() -> None:
+    """With experts large enough that exchanges are worth hiding: attention runs under the dispatch."""
+    one = drawn("deepseek_v2", "farskip", scale=1000)
+    nodes = list(ordered(one).nodes)
+    dispatch = next(i for i, n in enumerate(nodes) if is_start(n))
+    wait = next(i for i, n in enumerate(nodes) if is_wait(n) and n.args[0] is nodes[dispatch])
+    assert any(is_matrix_product(n) for n in nodes[dispatch:wait])
+
+
+def test_a_start_stands_right_behind_its_last_producer() -> None:
+    """A collective waits for all compute that was enqueued before it."""
+    for spec in ("farskip", "ladder"):
+        one = drawn("deepseek_v2", spec)
+        tasks = tasks_of(one)
+        order = region_schedule(tasks, one.parallel).order
+        for at, name in enumerate(order):
+            task = tasks.graph[name]
+            if task.is_collective:
+                producers = set(tasks.graph.producers(name))
+                since = [order[k] for k in range(at) if order[k] in producers]
+                between = order[order.index(since[-1]) + 1 : at] if since else ()
+                assert not [n for n in between if not tasks.graph[n].is_collective], name
+
+
+@pytest.mark.parametrize("transport", ["gloo", "nccl"])
+def test_all_ranks_find_the_same_order(transport: str) -> None:
+    one = drawn("deepseek_v2", "farskip", transport=transport)
+    again = region("deepseek_v2", "farskip", transport=transport)
+    assert [n.name for n in ordered(one).nodes] == [n.name for n in ordered(again).nodes]
+    assert flight_plan(ordered(one)) == ("dispatch", "combine for the next layer")
+
+
+def test_the_schedule_is_noted_under_the_regions_name() -> None:
+    ordered(drawn("deepseek_v2", "farskip"), "noted")
+    (found,) = schedules_of("noted")
+    records = {record.name.partition(".")[2] for record in found.schedule.collectives}
+    assert records == {"counts", "dispatch", "combine"}
+    assert schedules_of("never built") == []
+
+
+def test_cp_sat_orders_it_too() -> None:
+    pytest.importorskip("ortools")
+    one = drawn("deepseek_v2", "farskip")
+    tasks = tasks_of(one)
+    wish = replace(one.parallel, schedule=Schedule(solver="cp_sat"))
+    found = region_schedule(tasks, wish)
+    assert found.makespan_us <= region_schedule(tasks, one.parallel).makespan_us * (1 + 1e-9)
+
+
+def test_measured_costs_replace_estimates(tmp_path: Path) -> None:
+    one = drawn("deepseek_v2", "farskip")
+    tasks = tasks_of(one)
+    roles = {task.role for task in tasks.graph}
+    key = {"shapes": {"hidden": [2, 8, 64]}, "dtype": "float32", "device": "cpu", "versions": {}}
+    table = {"fxskip_costs": 1, "key": key, "costs_us": dict.fromkeys(sorted(roles), 7.0)}
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(table))
+    wish = replace(one.parallel, schedule=Schedule(costs=str(path)))
+    found = region_schedule(tasks, wish)
+    assert {round(one.end_us - one.start_us, 6) for one in found.placed} == {7.0}
+    del table["costs_us"]["dispatch"]
+    path.write_text(json.dumps(table))
+    with pytest.raises(ScheduleError, match="no cost for dispatch"):
+        region_schedule(tasks, wish)
+
+
+def test_a_cap_that_no_order_keeps() -> None:
+    one = drawn("deepseek_v2", "farskip")
+    costs = _costs(one.units, one.parallel)
+    tasks = region_tasks(one.units, costs, repeats=True)
+    huge = replace(tasks, graph=_with_bytes(tasks, 1 << 40))
+    with pytest.raises(ScheduleError, match="bytes in flight"):
+        region_schedule(huge, one.parallel)
+
+
+def _with_bytes(tasks: RegionTasks, held: int):
+    from fxskip.schedule.tasks import TaskGraph
+
+    changed = [replace(t, bytes_in_flight=held) if t.bytes_in_flight else t for t in tasks.graph]
+    return TaskGraph(changed, tasks.graph.needs)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "mixtral"])
+def test_experts_that_run_as_they_are_cost_what_their_products_do(model_type: str) -> None:
+    """As in a parallel student: the products that the graph of the whole model shows are hidden in one node."""
+    model = tiny(model_type, layers=2)
+    experts = next(m for m in model.modules() if type(m).__name__.endswith("Experts"))
+    shown = Analysis.of_original("test", model, None).costs.blocks[-1].parts
+    with declared(type(experts)):
+        hidden = Analysis.of_original("test", model, None).costs.blocks[-1].parts
+    assert hidden == shown
+    assert next(p for p in hidden if p.name == "routed").flops_per_token
+
+
+def test_an_order_that_leaves_something_out_is_refused() -> None:
+    one = drawn("deepseek_v2", "farskip")
+    with pytest.raises(PassError, match="an order of"):
+        place(one.graph, lambda units: units[:-1])
+    with pytest.raises(PassError, match="would run before"):
+        place(one.graph, lambda units: units[::-1])

@@ -1,0 +1,3 @@
+from tests.captures import forget_captures
+
+__all__ = ["forget_captures"]

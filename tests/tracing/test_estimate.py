@@ -1,0 +1,94 @@
+"""The schedules of layers as one of the whole model, against the simulator and the layers' own."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from fxskip.parallel import RegionParallel
+from fxskip.schedule.machine import Contention, Machine
+from fxskip.schedule.order_region import RegionSchedule, _costs
+from fxskip.schedule.region_tasks import RegionTasks, region_tasks
+from fxskip.schedule.simulate import simulate
+from fxskip.schedule.solve_region import region_schedule
+from fxskip.tracing.estimate import collective_behind, estimated, whole_model
+from tests.schedule.regions import region
+
+LAYERS = 4
+
+
+@cache
+def layer(spec: str) -> RegionSchedule:
+    one = region("deepseek_v2", spec)
+    tasks = region_tasks(one.units, _costs(one.units, one.parallel), repeats=one.arriving is not None)
+    return scheduled(tasks, one.parallel)
+
+
+def scheduled(tasks: RegionTasks, parallel: RegionParallel) -> RegionSchedule:
+    return RegionSchedule("test", tasks, tasks.graph, None, region_schedule(tasks, parallel))
+
+
+@pytest.mark.parametrize("spec", ["farskip", "identity"])
+def test_it_is_sound_and_has_each_layer_once(spec):
+    layers = [layer(spec)] * LAYERS
+    graph, order = whole_model(layers)
+    roles = set(layers[0].tasks.roles)
+    assert sorted(order) == sorted(f"{number}.{role}" for number in range(LAYERS) for role in roles)
+    assert [name.partition(".")[0] for name in order] == sorted(name.partition(".")[0] for name in order)
+    steps = estimated(layers, backward=False)["forward"].schedule.steps
+    assert simulate(graph, steps, Machine(ranks=2)).faults == ()
+
+
+def test_contention_is_in_the_figures():
+    """Orders and times of the simple model are the same; what is simulated is slower."""
+    alone, beside = (
+        estimated([replace(layer("farskip"), machine=machine)] * 2, backward=False)["forward"]
+        for machine in (None, Machine(contention={"expert": Contention(collective_stretch=2.0)}))
+    )
+    assert beside.schedule.placed == alone.schedule.placed
+    assert beside.figures.collective_us > alone.figures.collective_us
+
+
+def test_a_combine_in_flight_is_waited_for_in_the_next_layer():
+    graph, _ = whole_model([layer("farskip")] * LAYERS)
+    for number in range(LAYERS - 1):
+        readers = graph.consumers(f"{number}.combine")
+        assert readers and {graph[name].layer for name in readers} == {number + 1}
+    assert graph.consumers(f"{LAYERS - 1}.combine") == ()
+
+
+def test_compute_adds_up():
+    """Of all layers' tasks, each once: in the forward as the layer has them, in the backward twice that."""
+    one = layer("farskip")
+    own = [one.graph[f"{one.tasks.copy}.{role}"] for role in one.tasks.roles]
+    compute = sum(task.cost_us for task in own if task.lane == "compute")
+    found = estimated([one] * LAYERS, backward=True)
+    for phase, factor in (("forward", 1), ("backward", 2)):
+        placed = [p for p in found[phase].schedule.placed if p.lane == "compute"]
+        assert sum(p.end_us - p.start_us for p in placed) == pytest.approx(LAYERS * factor * compute)
+
+
+def test_the_backward_is_the_mirror_image_without_counts():
+    found = estimated([layer("farskip")] * LAYERS, backward=True)
+    forward = list(found["forward"].schedule.order)
+    mirrored = [name.removesuffix(".bwd") for name in reversed(found["backward"].schedule.order)]
+    without = [n for n in forward if n.partition(".")[2] not in ("counts", "routing")]
+    assert mirrored == without
+    assert len(without) == len(forward) - 2 * LAYERS
+
+
+def test_the_forward_alone():
+    assert set(estimated([layer("farskip")] * 2, backward=False)) == {"forward"}
+
+
+def test_what_arrives_in_a_layer_of_another_kind():
+    """Such a layer is looked at alone, and has a task for what is under way when it begins."""
+    one = region("deepseek_v2", "farskip")
+    tasks = region_tasks(one.units, _costs(one.units, one.parallel), repeats=False)
+    last = scheduled(tasks, one.parallel)
+    assert "0.arrival" in last.graph
+    layers = [layer("farskip"), layer("farskip"), last]
+    assert collective_behind(layers) == {2: "combine"}
+    graph, order = whole_model(layers)
+    assert "2.arrival" not in order
+    assert {graph[name].layer for name in graph.consumers("1.combine")} == {2}

@@ -1,0 +1,218 @@
+"""A trace of a student that is spread over two processes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fxskip
+from fxskip.bench.overlap_model import Setting
+from fxskip.bench.overlap_ranks import measure_pair
+from fxskip.collectives.landing import under_way
+from fxskip.collectives.measuring import routing_in_turn, sending_nothing, waiting_at_once
+from fxskip.schedule.cost_table import load_costs
+from fxskip.schedule.order_region import schedules_of
+from fxskip.tracing.runs import ModeRuns
+from tests.collectives.spreads import assert_same_bits, deferring, model, own_batch, spread, step
+from tests.strict_html import StrictHtml
+from tests.tracing.perfetto_format import assert_valid
+from tests.training_loop.ranks import run_on_ranks
+
+LAYERS = 3
+
+
+def original() -> Any:
+    return model("deepseek_v2", layers=LAYERS)
+
+
+def everything_about_a_trace(rank: int, folder: Path) -> None:
+    student = spread(original())
+    inputs = own_batch(rank)
+    before = step(student, inputs)
+    timeline = fxskip.trace(student, inputs, folder / "trace", steps=2)
+    assert under_way() == [] and all(p.grad is None for p in student.parameters())
+    assert_same_bits(before, step(student, inputs))
+    texts: list[Any] = [None, None]
+    dist.all_gather_object(texts, timeline.to_json())
+    assert texts[0] == texts[1]
+    for runs in timeline.ranks:
+        assert_as_it_is(runs["as it is"], set(deferring(student)))
+        assert_blocking(runs["blocking"])
+        assert all(record.flights == () for record in runs["nothing sent"].records)
+    assert_figures(timeline)
+    if rank == 0:
+        assert_files(folder / "trace", timeline)
+    dist.barrier()
+    assert_costs_can_be_used(folder / "trace" / "costs.json", timeline, inputs)
+
+
+def assert_as_it_is(runs: ModeRuns, deferred: set[int]) -> None:
+    assert len(runs.times) == len(runs.records) == 2
+    for record in runs.records:
+        sent = {(f.layer, f.role, f.phase) for f in record.flights}
+        assert sent == {
+            (number, role, phase)
+            for number in range(1, LAYERS)  # layer 0 is dense
+            for role, phase in (
+                ("counts", "forward"), ("dispatch", "forward"), ("combine", "forward"),
+                ("combine.bwd", "backward"), ("dispatch.bwd", "backward"),
+            )
+        }  # fmt: skip
+        assert len(sent) == len(record.flights)
+        for flight in record.flights:
+            assert flight.wait_us is not None and flight.landed_us is not None
+            assert 0 <= flight.called_us <= flight.issued_us <= flight.done_us
+            assert flight.issued_us <= flight.wait_us <= flight.landed_us
+            assert flight.done_us <= flight.landed_us
+            if flight.role == "combine" and flight.layer in deferred:
+                later = [t.start_us for t in record.tasks if t.layer == flight.layer + 1]
+                own = [t.end_us for t in record.tasks if t.layer == flight.layer and t.phase == "forward"]
+                assert flight.landed_us > max(own) and later
+    assert deferred == {1}
+
+
+def assert_blocking(runs: ModeRuns) -> None:
+    """No task begins between the issue of a collective and the end of its wait."""
+    for record in runs.records:
+        for flight in record.flights:
+            assert flight.landed_us is not None
+            begun = [t for t in record.tasks if flight.called_us < t.start_us < flight.landed_us]
+            assert begun == []
+
+
+def assert_figures(timeline: fxskip.Timeline) -> None:
+    assert [one.part for one in timeline.figures] == ["forward", "backward", "step"]
+    for one in timeline.figures:
+        assert one.source == "host"
+        assert 0 <= one.coincidence <= 1
+        assert one.blocking_us and one.none_us
+        assert one.min_collective_us is not None and one.min_collective_us <= one.collective_us
+    assert set(timeline.estimated) == {"forward", "backward"}
+    for phase, estimate in timeline.estimated.items():
+        names = {placed.name for placed in estimate.schedule.placed}
+        ending = ".bwd" if phase == "backward" else ""
+        assert {f"{number}.dispatch{ending}" for number in range(1, LAYERS)} <= names
+        ran = {task.name for task in timeline.ranks[0]["as it is"].records[0].tasks if task.phase == phase}
+        compute = {p.name for p in estimate.schedule.placed if p.lane == "compute"}
+        assert ran - {f"{n}.routing" for n in range(LAYERS)} <= compute
+        assert len(ran) > 0.6 * len(compute)
+
+
+def assert_files(folder: Path, timeline: fxskip.Timeline) -> None:
+    text = (folder / "timeline.txt").read_text()
+    assert "estimated" in text and "measured" in text and "2 processes on cpu" in text
+    for line in text.splitlines():
+        assert not ("estimated" in line and "measured" in line)
+    assert "runtime mode scheduled, all_to_all by gloo" in text
+    file = json.loads((folder / "perfetto.json").read_text())
+    assert_valid(file)
+    processes = [e["args"]["name"] for e in file["traceEvents"] if e["name"] == "process_name"]
+    assert processes == ["rank 0, measured", "rank 1, measured", "estimated"]
+    arrows = [e for e in file["traceEvents"] if e["ph"] == "s" and e["pid"] == 0]
+    assert len(arrows) == 5 * (LAYERS - 1)
+    page = StrictHtml((folder / "timeline.html").read_text())
+    captions = [words for tag, words in page.texts if tag == "figcaption"]
+    assert all(words.startswith(("Estimated: ", "Measured, rank ")) for words in captions)
+    assert len(captions) == 2 * 2 * 3  # layer and whole, forward and backward, estimate and two ranks
+    data = json.loads((folder / "timeline.json").read_text())
+    assert len(data["measured"]["ranks"]) == 2 and data["about"]["processes"] == 2
+
+
+def assert_costs_can_be_used(path: Path, timeline: fxskip.Timeline, inputs: dict[str, Any]) -> None:
+    """What was written is what a spec reads, and what a schedule is then made by."""
+    table = load_costs(path, key=timeline.about.key)
+    assert table == timeline.costs()
+    student = spread(original(), schedule={"costs": str(path)})
+    assert torch.isfinite(student(**inputs).loss)
+    again = fxskip.trace(student, inputs, steps=1)
+    graphs = again.estimated["forward"].schedule
+    roles = {one.name: one.name.partition(".")[2] for one in graphs.placed}
+    for one in graphs.placed:
+        assert one.end_us - one.start_us == pytest.approx(table.costs_us[roles[one.name]])
+    known = {task.role for name in _regions() for found in schedules_of(name) for task in found.graph}
+    assert known <= set(table.costs_us)
+
+
+def _regions() -> list[str]:
+    from fxskip.schedule.order_region import _FOUND
+
+    return list(_FOUND)
+
+
+def other_students(rank: int, folder: Path) -> None:
+    """Not scheduled; in eval mode; all-reduce in place of the exchange."""
+    inputs = own_batch(rank)
+    reference = fxskip.trace(spread(original(), mode="reference"), inputs, steps=1)
+    assert "runtime mode reference: collectives wait where they start, and nothing was scheduled" in str(
+        reference
+    )
+    assert reference.estimated == {} and "estimated" not in str(reference)
+    assert len(reference.ranks[0]["as it is"].records[0].flights) == 5 * (LAYERS - 1)
+    with pytest.raises(fxskip.ScheduleError, match="no layer runs by a schedule"):
+        reference.costs()
+    evaluated = fxskip.trace(spread(original()).eval(), inputs, steps=1)
+    assert "forward only: the model is in eval mode" in str(evaluated)
+    assert set(evaluated.estimated) == {"forward"}
+    same = own_batch(0)
+    sums = {"parallel": {"expert": {"size": 2, "exchange": "all_reduce"}}}
+    replicated = fxskip.transform(original(), {"fxskip": 1, "preset": "farskip", **sums})
+    timeline = fxskip.trace(replicated, same, steps=1)
+    flights = timeline.ranks[0]["as it is"].records[0].flights
+    assert {(f.role, f.phase) for f in flights} == {("reduce", "forward"), ("enter.bwd", "backward")}
+
+
+def switches(rank: int, folder: Path) -> None:
+    """Blocking gives the same bits. With nothing sent and experts in turn, shapes and gradients are those of a step."""
+    student = spread(original())
+    inputs = own_batch(rank)
+    expected = step(student, inputs)
+    with waiting_at_once():
+        assert_same_bits(expected, step(student, inputs))
+    with sending_nothing():
+        alone = step(student, inputs)
+        assert alone.gradients.keys() == expected.gradients.keys()
+        assert all(alone.gradients[n].shape == g.shape for n, g in expected.gradients.items())
+    with routing_in_turn():
+        turned = fxskip.trace(student, inputs, steps=1)
+        assert not torch.equal(step(student, inputs).logits, expected.logits)
+    rows = {f.bytes for f in turned.ranks[0]["as it is"].records[0].flights if f.role == "dispatch"}
+    tokens, choices, width = inputs["input_ids"].numel(), 2, 64
+    assert rows == {tokens * choices * width * 4}
+    assert_same_bits(expected, step(student, inputs))
+
+
+def a_tiny_bench(rank: int, folder: Path) -> None:
+    setting = Setting(3, 1, 16, 1, 1, slow_link=False, measured_costs=True, is_tiny=True)
+    found = dict(measure_pair(setting, rank))
+    conditions = {place[0] for place in found} - {"environment", "peak_gib"}
+    assert conditions == {
+        "real routing, real data",
+        "routing in turn, real data",
+        "routing in turn, zero data",
+    }
+    for condition in conditions:
+        for wiring in ("stock", "farskip"):
+            for mode in ("as it is", "blocking", "nothing sent"):
+                row = found[condition, wiring, mode]
+                samples = row["samples_ms"]
+                assert [len(own) for own in samples] == [1, 1]
+                assert row["step_ms"] == max(own[0]["step"] for own in samples) > 0
+                assert "unavailable" in row["clocks"]
+            trace = found[condition, wiring, "trace"]
+            assert set(trace) == {"forward", "backward", "step"}
+            assert trace["step"]["step_us"] / 1e3 == found[condition, wiring, "as it is"]["step_ms"]
+
+
+@pytest.mark.distributed
+def test_on_two_ranks(tmp_path: Path) -> None:
+    checks = (everything_about_a_trace, switches)
+    run_on_ranks(checks, tmp_path, limit_s=240)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_more_on_two_ranks(tmp_path: Path) -> None:
+    run_on_ranks((other_students, a_tiny_bench), tmp_path, limit_s=600)
