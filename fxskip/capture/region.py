@@ -48,12 +48,8 @@ _DYNAMO = {
 # Sizes that happen to be equal (batch and heads) must not become one size: another batch would be captured again.
 _SHAPES: Any = torch.fx.experimental._config
 
-_while_any_region_runs = Shared(
-    lambda: torch._dynamo.config.patch(_DYNAMO),
-    lambda: _SHAPES.patch(use_duck_shape=False),
-    eager_branches,
-    whole_selective_scans,
-)
+# PyTorch's own settings are each thread's; these two are functions of modules, which all threads see.
+_while_any_region_runs = Shared(eager_branches, whole_selective_scans)
 
 # Dynamo warns that it looks inside functools.lru_cache; transformers caches answers that never change.
 warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
@@ -106,7 +102,12 @@ def compile_region(
     compiled = torch.compile(region, backend=backend, fullgraph=True, dynamic=True)
 
     def run(*arguments: Any) -> tuple[Any, Streams]:
-        with _while_any_region_runs(), traceable_recording():
+        with (
+            torch._dynamo.config.patch(_DYNAMO),
+            _SHAPES.patch(use_duck_shape=False),
+            _while_any_region_runs(),
+            traceable_recording(),
+        ):
             try:
                 return compiled(*arguments)
             except torch._dynamo.exc.BackendCompilerFailed as error:
