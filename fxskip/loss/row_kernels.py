@@ -111,5 +111,5 @@ def row_sum2(
 def scale_into(source_ptr, target_ptr, factor_ptr, size, BLOCK: tl.constexpr):
     """target = source * factor, one rounding; `factor` is read on the device."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    product = tl.load(source_ptr + at, mask=at < size) * tl.load(factor_ptr).to(tl.float32)
+    product = tl.load(source_ptr + at, mask=at < size).to(tl.float32) * tl.load(factor_ptr).to(tl.float32)
     tl.store(target_ptr + at, product.to(target_ptr.dtype.element_ty), mask=at < size)

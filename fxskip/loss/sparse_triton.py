@@ -33,7 +33,7 @@ class Tuning:
 
     block: int = 4096
     warps: int = 16
-    support_block: int = 16
+    support_block: int = 8
     support_warps: int = 4
 
 

@@ -68,7 +68,7 @@ def test_bfloat16_inputs_are_rounded_once_at_the_end():
     other = Case(tokens=64, width=32, vocabulary=301, dtype=torch.bfloat16, seed=1)
     case.teacher_weight = (case.student_weight + 0.01 * other.student_weight).detach()
     case.teacher_hidden = case.student_hidden.detach().clone()
-    loss = hidden_kl(*case.arguments, chunk_tokens=16)
+    loss = hidden_kl(*case.arguments, chunk_tokens=16, logits_dtype=torch.float32)
     expected, *expected_gradients = case.expected()
     torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-7)
     for got, right in zip(torch.autograd.grad(loss, case.student), expected_gradients, strict=True):
@@ -80,7 +80,8 @@ def test_bfloat16_inputs_are_rounded_once_at_the_end():
 def test_a_float32_weight_beside_bfloat16_states_keeps_a_float32_gradient():
     case = Case(tokens=64, width=16, vocabulary=33)
     hidden = case.student_hidden.detach().bfloat16()
-    loss = hidden_kl(hidden, case.student_weight, case.teacher_hidden, case.teacher_weight, chunk_tokens=1)
+    arguments = hidden, case.student_weight, case.teacher_hidden, case.teacher_weight
+    loss = hidden_kl(*arguments, chunk_tokens=1, logits_dtype=torch.float32)
     (got,) = torch.autograd.grad(loss, case.student_weight)
     rounded = case.student_weight.detach().bfloat16().double().requires_grad_()
     expected = kl(logits(hidden, rounded), logits(case.teacher_hidden, case.teacher_weight))
