@@ -73,8 +73,10 @@ def test_bfloat16_inputs_are_rounded_once_at_the_end():
     torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-7)
     for got, right in zip(torch.autograd.grad(loss, case.student), expected_gradients, strict=True):
         assert got.dtype == torch.bfloat16
-        # One rounding to bfloat16 is an error of 1.7e-3 in the norm; logits in bfloat16 make it over 1e-2.
-        assert (got.double() - right).norm() < 2e-3 * right.norm()
+        # One rounding to bfloat16 is an error of 1.7e-3 in the norm; logits in bfloat16 make it over 1e-2. CUDA's
+        # product rounds the gradient by the logits too.
+        limit = 2e-3 if DEVICE == "cpu" else 2.5e-3
+        assert (got.double() - right).norm() < limit * right.norm()
 
 
 def test_a_float32_weight_beside_bfloat16_states_keeps_a_float32_gradient():
@@ -86,7 +88,11 @@ def test_a_float32_weight_beside_bfloat16_states_keeps_a_float32_gradient():
     rounded = case.student_weight.detach().bfloat16().double().requires_grad_()
     expected = kl(logits(hidden, rounded), logits(case.teacher_hidden, case.teacher_weight))
     (right,) = torch.autograd.grad(expected, rounded)
-    torch.testing.assert_close(got, right.float(), rtol=1e-5, atol=1e-7)  # 2**-8 if a chunk were rounded
+    assert got.dtype == torch.float32
+    if DEVICE == "cpu":
+        torch.testing.assert_close(got, right.float(), rtol=1e-5, atol=1e-7)  # 2**-8 if a chunk were rounded
+    else:  # the gradient by the logits is rounded, 1.7e-3
+        assert (got.double() - right).norm() < 2e-3 * right.norm()
 
 
 def test_autocast_around_the_call_changes_nothing():

@@ -147,6 +147,13 @@ def assert_no_worse(case, tail, *, margin=2e-6, scales=None, **more):
 
 
 @NEEDS_TRITON
+def test_small_logits_under_a_large_softcap():
+    """tanh keeps its relative precision near 0: an absolute one would be multiplied by the softcap."""
+    case = Sparse(tokens=6, options={"softcap": 1000.0})
+    assert_no_worse(case, "truncated", margin=5e-7)
+
+
+@NEEDS_TRITON
 @BY_TAIL
 @pytest.mark.parametrize("student", ["far", "near", "equal", "peaked", "flat"])
 def test_students_far_from_and_near_to_the_teacher(tail, student):
