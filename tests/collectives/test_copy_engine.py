@@ -1,0 +1,146 @@
+"""Exchanges by copies between devices: slots and their order with a stand-in for the memory, and the real thing on GPUs."""
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxskip
+from fxskip.collectives import copy_engine
+from fxskip.collectives.copy_engine import Slots, connect
+from fxskip.collectives.failures import Work
+from fxskip.collectives.landing import poisoned_buffers
+from tests.collectives.shared_memory import SharedMemory
+
+Table = list[list[int]]
+"""Rows that each rank sends to each."""
+
+
+class Exchange:
+    """One on all ranks: how many rows, of what, and what each should get."""
+
+    def __init__(self, table: Table, dtype: torch.dtype, width: int, seed: int) -> None:
+        self.table, self.ranks = table, len(table)
+        generator = torch.Generator().manual_seed(seed)
+        self.rows = [torch.rand(sum(sent), width, generator=generator).to(dtype) for sent in table]
+        others = [[n for to, n in enumerate(sent) if to != rank] for rank, sent in enumerate(table)]
+        self.most = max(max(sent) for sent in others)
+
+    def received(self, rank: int) -> tuple[int, ...]:
+        return tuple(sent[rank] for sent in self.table)
+
+    def start(self, slots: Slots, rank: int) -> tuple[Tensor, Work]:
+        rows = self.rows[rank]
+        buffer = rows.new_empty(sum(self.received(rank)), *rows.shape[1:])
+        sent = tuple(self.table[rank])
+        return buffer, slots.start(rows, buffer, sent, self.received(rank), self.most)
+
+    def wanted(self, rank: int) -> Tensor:
+        """By the definition of an all-to-all: from each rank in turn, its rows for this one."""
+        return torch.cat([r.split(sent)[rank] for r, sent in zip(self.rows, self.table, strict=True)])
+
+
+def on_ranks(ranks: int, body: Callable[[int], Any]) -> list[Any]:
+    """body(rank) in a thread for each; an error of one is raised."""
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(body, range(ranks)))
+
+
+def drawn(ranks: int, count: int, seed: int) -> list[Exchange]:
+    """Random sizes, zeros among them, that tend to grow, and now and then an exchange in which no rank has a row."""
+    draw = random.Random(seed)
+    found = []
+    for number in range(count):
+        largest = draw.choice([0, 3, 3 + 4 * number])
+        table = [[draw.randint(0, largest) for _ in range(ranks)] for _ in range(ranks)]
+        dtype = draw.choice([torch.float32, torch.bfloat16, torch.float64])
+        found.append(Exchange(table, dtype, draw.choice([1, 5, 16]), seed + number))
+    return found
+
+
+@pytest.mark.parametrize("poisoned", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_rank_gets_the_rows_for_it(ranks: int, poisoned: bool, tmp_path: Path) -> None:
+    """With ranks out of step by several exchanges, and larger slots in between."""
+    exchanges = drawn(ranks, 30, seed=ranks)
+    allocated: dict[int, list[int]] = {}
+
+    def body(rank: int) -> None:
+        memory = SharedMemory(tmp_path, rank, ranks, pause_s=4e-3)
+        slots = Slots(memory)
+        begun = [exchange.start(slots, rank) for exchange in exchanges]
+        for exchange, (buffer, work) in zip(exchanges, begun, strict=True):
+            work.wait()
+            assert torch.equal(buffer, exchange.wanted(rank))
+        allocated[rank] = memory.sizes
+
+    if poisoned:
+        with poisoned_buffers():
+            on_ranks(ranks, body)
+    else:
+        on_ranks(ranks, body)
+    sizes = allocated[0]
+    assert all(other == sizes for other in allocated.values())
+    assert sizes == sorted(set(sizes)) and 1 < len(sizes) < 10  # grown, never shrunk, never twice as large
+
+
+def late_rank(tmp_path: Path, exchanges: list[Exchange], **options: Any) -> list[Tensor]:
+    """What rank 0 gets while rank 1 is late with every copy."""
+
+    def body(rank: int) -> list[Tensor]:
+        slots = Slots(SharedMemory(tmp_path, rank, 2, pause_s=0.2 * rank, **options))
+        begun = [exchange.start(slots, rank) for exchange in exchanges]
+        for _, work in begun:
+            work.wait()
+        return [buffer for buffer, _ in begun]
+
+    return on_ranks(2, body)[0]
+
+
+EQUAL = [Exchange([[1, 4], [4, 1]], torch.bfloat16, 8, seed) for seed in range(4)]
+
+
+def test_a_rank_that_is_early_waits(tmp_path: Path) -> None:
+    for exchange, buffer in zip(EQUAL, late_rank(tmp_path, EQUAL), strict=True):
+        assert torch.equal(buffer, exchange.wanted(0))
+
+
+def test_rows_that_are_read_too_early_are_nan(tmp_path: Path) -> None:
+    """Where the signal between ranks breaks after two exchanges, no old rows pass for new ones."""
+    with poisoned_buffers():
+        found = late_rank(tmp_path, EQUAL, meetings=2)
+    for exchange, buffer in zip(EQUAL[:2], found[:2], strict=True):
+        assert torch.equal(buffer, exchange.wanted(0))
+    for buffer in found[2:]:
+        assert buffer.isnan().all(1).tolist() == [False, True, True, True, True]  # the first row is its own
+
+
+def test_more_rows_than_was_said_are_refused(tmp_path: Path) -> None:
+    slots = Slots(SharedMemory(tmp_path, 0, 2))
+    rows = torch.zeros(5, 2)
+    with pytest.raises(
+        fxskip.CollectiveError, match="5 rows to send to rank 1 of the group, and the slots are for 4"
+    ):
+        slots.start(rows, rows, (0, 5), (0, 4), 4)
+    with pytest.raises(fxskip.CollectiveError, match="5 rows to receive from rank 1"):
+        slots.start(rows, rows, (0, 4), (0, 5), 4)
+
+
+def test_connecting_finds_a_memory_that_is_not_shared(tmp_path: Path) -> None:
+    """Each rank maps files of its own, and signals nobody."""
+
+    def body(rank: int) -> None:
+        own = tmp_path / str(rank)
+        own.mkdir()
+        memory = SharedMemory(own, rank, 2, meetings=0)
+        memory.others_have_allocated()
+        with pytest.raises(fxskip.PassError, match=r"the others sent \[.*\], and \[.*\] arrived"):
+            connect(own, memory)
+        assert own not in copy_engine._SLOTS
+
+    on_ranks(2, body)
