@@ -1,21 +1,37 @@
-"""Exchanges by copies between devices: slots and their order with a stand-in for the memory, and the real thing on GPUs."""
+"""Exchanges by copies between devices: slots and their order, with a stand-in for the memory that ranks share."""
 
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import fxskip
 from fxskip.collectives import copy_engine
 from fxskip.collectives.copy_engine import Slots, connect
 from fxskip.collectives.failures import Work
 from fxskip.collectives.landing import poisoned_buffers
+from fxskip.parallel import Ranks
 from tests.collectives.shared_memory import SharedMemory
+from tests.collectives.spreads import (
+    Batch,
+    assert_same_bits,
+    in_mode,
+    model,
+    own_batch,
+    regions,
+    spread,
+    step,
+)
+from tests.collectives.test_uneven import route_to
+from tests.training_loop.ranks import run_on_ranks
 
 Table = list[list[int]]
 """Rows that each rank sends to each."""
@@ -89,8 +105,8 @@ def test_each_rank_gets_the_rows_for_it(ranks: int, poisoned: bool, tmp_path: Pa
     assert sizes == sorted(set(sizes)) and 1 < len(sizes) < 10  # grown, never shrunk, never twice as large
 
 
-def late_rank(tmp_path: Path, exchanges: list[Exchange], **options: Any) -> list[Tensor]:
-    """What rank 0 gets while rank 1 is late with every copy."""
+def late_rank(tmp_path: Path, exchanges: list[Exchange], **options: Any) -> list[list[Tensor]]:
+    """What each rank gets while rank 1 is late with every copy."""
 
     def body(rank: int) -> list[Tensor]:
         slots = Slots(SharedMemory(tmp_path, rank, 2, pause_s=0.2 * rank, **options))
@@ -99,21 +115,23 @@ def late_rank(tmp_path: Path, exchanges: list[Exchange], **options: Any) -> list
             work.wait()
         return [buffer for buffer, _ in begun]
 
-    return on_ranks(2, body)[0]
+    return on_ranks(2, body)
 
 
 EQUAL = [Exchange([[1, 4], [4, 1]], torch.bfloat16, 8, seed) for seed in range(4)]
 
 
 def test_a_rank_that_is_early_waits(tmp_path: Path) -> None:
-    for exchange, buffer in zip(EQUAL, late_rank(tmp_path, EQUAL), strict=True):
-        assert torch.equal(buffer, exchange.wanted(0))
+    """For rows that are not there yet, and for slots that are not read yet."""
+    for rank, buffers in enumerate(late_rank(tmp_path, EQUAL)):
+        for exchange, buffer in zip(EQUAL, buffers, strict=True):
+            assert torch.equal(buffer, exchange.wanted(rank))
 
 
 def test_rows_that_are_read_too_early_are_nan(tmp_path: Path) -> None:
     """Where the signal between ranks breaks after two exchanges, no old rows pass for new ones."""
     with poisoned_buffers():
-        found = late_rank(tmp_path, EQUAL, meetings=2)
+        found, _ = late_rank(tmp_path, EQUAL, meetings=2)
     for exchange, buffer in zip(EQUAL[:2], found[:2], strict=True):
         assert torch.equal(buffer, exchange.wanted(0))
     for buffer in found[2:]:
@@ -144,3 +162,80 @@ def test_connecting_finds_a_memory_that_is_not_shared(tmp_path: Path) -> None:
         assert own not in copy_engine._SLOTS
 
     on_ranks(2, body)
+
+
+def by_copies(student: nn.Module, folder: Path) -> tuple[nn.Module, SharedMemory]:
+    """A copy of a student spread over gloo whose rows go through the stand-in; that, which notes sizes."""
+    twin = in_mode(student, "scheduled")
+    for layer in regions(twin):
+        assert layer.fxskip_parallel is not None and isinstance(layer.fxskip_ranks, Ranks)
+        layer.fxskip_parallel = replace(layer.fxskip_parallel, transport="copy_engine")
+        group = layer.fxskip_ranks.axis("expert").get_group()
+    folder.mkdir(exist_ok=True)
+    memory = SharedMemory(folder, dist.get_rank(), 2, pause_s=2e-3)
+    connect(group, memory)
+    return twin, memory
+
+
+def assert_bits_of_the_process_group(student: nn.Module, twin: nn.Module, inputs: Batch) -> None:
+    want = step(student, inputs, use_cache=False)
+    assert_same_bits(step(twin, inputs, use_cache=False), want)
+
+
+def growing_batches(rank: int, folder: Path) -> None:
+    """Logits and all gradients, with sizes that differ between ranks and steps."""
+    student = spread(model("qwen2_moe", layers=2))
+    twin, memory = by_copies(student, folder / "growing")
+    for rows, columns in ((2, 5 + 3 * rank), (3, 11)):
+        assert_bits_of_the_process_group(student, twin, own_batch(rank, rows, columns))
+    assert len(memory.sizes) > 2  # one for the first exchange of all, then grown more than once
+
+
+def other_ways_to_run(sections: dict[str, Any], rank: int, folder: Path) -> None:
+    """What was received is kept for a recomputation, or arrives in another order, or is waited for at once."""
+    student = spread(model("deepseek_v2"), **sections)
+    twin, _ = by_copies(student, folder / "-".join(sections))
+    for columns in (9, 4 + 3 * rank):
+        assert_bits_of_the_process_group(student, twin, own_batch(rank, 2, columns))
+    assert_bits_of_the_process_group(student, in_mode(twin, "reference"), own_batch(rank))
+    assert_bits_of_the_process_group(student, in_mode(twin, "eager_wait"), own_batch(rank))
+
+
+def no_rows_for_a_rank(rank: int, folder: Path) -> None:
+    """All tokens of both ranks go to the experts of one of them."""
+    student = spread(model("mixtral", layers=2))
+    twin, _ = by_copies(student, folder / "none")
+    for chosen in ([0, 1], [3, 2]):
+        want = step(route_to(chosen, in_mode(student, "scheduled")), own_batch(rank), use_cache=False)
+        found = step(route_to(chosen, in_mode(twin, "scheduled")), own_batch(rank), use_cache=False)
+        assert_same_bits(found, want)
+
+
+def refusals(rank: int, folder: Path) -> None:
+    """Before the model is touched."""
+    original = model("mixtral", layers=1)
+    with pytest.raises(fxskip.PassError, match="copy_engine: the mesh is one of cpu devices"):
+        spread(original, runtime={"transport": "copy_engine"})
+    sums = {"expert": {"size": 2, "exchange": "all_reduce"}}
+    with pytest.raises(
+        fxskip.PassError, match="copy_engine moves rows between experts, and this spec only adds up"
+    ):
+        spread(original, runtime={"transport": "copy_engine"}, parallel=sums)
+    assert not fxskip.is_transformed(original)
+
+
+@pytest.mark.distributed
+def test_two_processes(tmp_path: Path) -> None:
+    run_on_ranks((growing_batches, refusals), tmp_path, limit_s=300)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_processes_in_other_ways(tmp_path: Path) -> None:
+    ways: list[dict[str, Any]] = [
+        {},
+        {"runtime": {"recompute": "layer"}},
+        {"schedule": {"backward": "explicit"}},
+    ]
+    checks = [partial(other_ways_to_run, sections) for sections in ways]
+    run_on_ranks([*checks, no_rows_for_a_rank], tmp_path, limit_s=560)
