@@ -43,7 +43,7 @@ def sweep(setting: Setting) -> dict[str, Any]:
     reads and writes as much and does nothing else."""
     return {
         f"one chunk, V={vocabulary}": attempted(partial(swept, setting, vocabulary))
-        for vocabulary in (65536, 131072)
+        for vocabulary in (32000, 65536, 98304, 131072, 151936)
     }
 
 

@@ -31,8 +31,8 @@ CONDITIONS = ("real routing, real data", "routing in turn, real data", "routing 
 _OUT_OF_MEMORY = "OutOfMemoryError"
 
 
-def run(out: Path, settings: Sequence[Setting]) -> None:
-    """Measure each setting on two ranks, and its smallest number of layers in one process as well.
+def run(out: Path, settings: Sequence[Setting], *, alone: bool = False) -> None:
+    """Measure each setting on two ranks, and the smallest one in one process as well; that only, if `alone`.
 
     `out` is rewritten after each variant. Raises FxskipError at the end where something failed; what does not fit into
     memory is a finding.
@@ -41,7 +41,7 @@ def run(out: Path, settings: Sequence[Setting]) -> None:
     started = time.monotonic()
     fewest = min(settings, key=lambda one: (one.layers, one.micro_batch))
     jobs: list[tuple[str, Setting, Body, int]] = [
-        (PAIR, one, partial(measure_pair, one), RANKS) for one in settings
+        (PAIR, one, partial(measure_pair, one), RANKS) for one in ([] if alone else settings)
     ]
     jobs.append((ALONE, fewest, partial(measure_alone, fewest), 1))
     for name, setting, body, ranks in jobs:

@@ -145,6 +145,10 @@ def overlap(
             "--copy-engine", help="Also with runtime.transport: copy_engine, which a CPU does not have."
         ),
     ] = False,
+    alone: Annotated[
+        bool,
+        typer.Option("--alone", help="Only student against original in one process: one GPU is enough."),
+    ] = False,
     tiny: Annotated[
         bool,
         typer.Option(
@@ -164,16 +168,18 @@ def overlap(
       fxskip bench overlap --out overlap.json
       fxskip bench overlap --layers 8 --micro-batch 2 --micro-batch 4 --slow-link --out overlap.json
       fxskip bench overlap --layers 8 --copy-engine --out overlap.json
+      fxskip bench overlap --alone --layers 8 --out one-process.json
       fxskip bench overlap --tiny --out check.json
     """
     import torch
 
     # Unlike is_available, device_count leaves GPUs to processes that are started later.
-    if not tiny and torch.cuda.device_count() < 2:
+    needed = 1 if alone else 2
+    if not tiny and torch.cuda.device_count() < needed:
         raise FxskipError(
             "bench overlap",
-            f"this PyTorch sees {torch.cuda.device_count()} CUDA devices, and two are needed",
-            hint="run it on a machine with two GPUs, or give --tiny",
+            f"CUDA devices needed: {needed}; seen by this PyTorch: {torch.cuda.device_count()}",
+            hint="run it on a machine with two GPUs, or give --alone for one, or --tiny for none",
         )
     from fxskip.bench.overlap import run
     from fxskip.bench.overlap_model import Setting
@@ -195,7 +201,7 @@ def overlap(
         for count in layers or ([3] if tiny else [8, 27])
         for batch in micro_batch or ([1] if tiny else [2])
     ]
-    run(out, settings)
+    run(out, settings, alone=alone)
 
 
 @bench.command("plot")

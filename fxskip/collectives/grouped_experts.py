@@ -85,5 +85,9 @@ def _linear(module: nn.Module, own: dict[str, Tensor], name: str, rows: Tensor, 
     bias = None
     if module.has_bias:
         each = ends.diff(prepend=ends.new_zeros(1))
-        bias = own[f"{name}_bias"].repeat_interleave(each, dim=0, output_size=len(rows))
+        # By index, as the module does: the derivative of repeat_interleave adds in no fixed order on CUDA.
+        expert_of_row = torch.arange(len(ends), device=ends.device).repeat_interleave(
+            each, output_size=len(rows)
+        )
+        bias = own[f"{name}_bias"][expert_of_row]
     return _LINEAR(rows, own[name], ends, bias=bias, is_transposed=module.is_transposed)  # type: ignore[no-any-return]

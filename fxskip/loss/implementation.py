@@ -11,6 +11,8 @@ from fxskip.errors import FxskipError
 from fxskip.loss.products import accumulation_dtype
 
 Implementation = Literal["auto", "triton", "torch"]
+# Looked up once: torch.compile cannot trace a search for modules.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def chosen_implementation(
@@ -39,7 +41,7 @@ def chosen_implementation(
 
 def obstacle_to_triton(hidden: Tensor, scale: float) -> str | None:
     """Why the kernels cannot take these arguments; None if they can."""
-    if importlib.util.find_spec("triton") is None:
+    if not HAS_TRITON:
         return "triton is not installed"
     if hidden.dtype not in (torch.bfloat16, torch.float32):
         return f"hidden is {hidden.dtype}, and the kernels take bfloat16 and float32"
@@ -52,7 +54,7 @@ def obstacle_to_triton(hidden: Tensor, scale: float) -> str | None:
 
 def is_interpreted() -> bool:
     """Triton runs its kernels in Python, one program after the other: the switch is read when they are defined."""
-    if importlib.util.find_spec("triton") is None:
+    if not HAS_TRITON:
         return False
     import triton
 

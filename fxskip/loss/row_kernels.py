@@ -24,6 +24,20 @@ def block_for(columns: int, block: int) -> int:
 
 
 @triton.jit
+def tanh(x):
+    """Within 4 units in the last place of float32: a product of exponentials alone loses the small values."""
+    x_squared = x * x
+    # Least squares of (tanh(x) / x - 1) / x**2 in x**2 over |x| <= 0.6, relative error of tanh 8e-8.
+    series = -0.00627639 * x_squared + 0.02111621
+    series = series * x_squared - 0.05387514
+    series = series * x_squared + 0.13332924
+    series = series * x_squared - 0.3333333
+    power = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+    size = (1.0 - power) / (1.0 + power)
+    return tl.where(tl.abs(x) < 0.6, x + x * x_squared * series, tl.where(x < 0.0, -size, size))
+
+
+@triton.jit
 def tempered2(raw, bias, scale, softcap, per_temperature, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """What enters the softmax, times log2(e), from a product of the head."""
     if HAS_BIAS:
@@ -31,9 +45,8 @@ def tempered2(raw, bias, scale, softcap, per_temperature, HAS_BIAS: tl.constexpr
     else:
         logit = raw * scale
     if HAS_SOFTCAP:
-        tanh = 2.0 * tl.sigmoid(2.0 * logit / softcap) - 1.0
         # -inf marks the support, which is not here; tanh would turn it into a logit.
-        logit = tl.where(raw == -float("inf"), raw, softcap * tanh)
+        logit = tl.where(raw == -float("inf"), raw, softcap * tanh(logit / softcap))
     return logit * (per_temperature * LOG2_E)
 
 
@@ -42,8 +55,8 @@ def slope(x2, scale, softcap, per_temperature, HAS_SOFTCAP: tl.constexpr):
     """Derivative of what enters the softmax by the product of the head, given `x2` of `tempered2`."""
     result = scale * per_temperature
     if HAS_SOFTCAP:
-        tanh = tl.where(x2 == -float("inf"), 0.0, x2) * (LN_2 / (per_temperature * softcap))
-        result = result * (1.0 - tanh * tanh)
+        capped = tl.where(x2 == -float("inf"), 0.0, x2) * (LN_2 / (per_temperature * softcap))
+        result = result * (1.0 - capped * capped)
     return result
 
 
@@ -111,5 +124,5 @@ def row_sum2(
 def scale_into(source_ptr, target_ptr, factor_ptr, size, BLOCK: tl.constexpr):
     """target = source * factor, one rounding; `factor` is read on the device."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    product = tl.load(source_ptr + at, mask=at < size) * tl.load(factor_ptr).to(tl.float32)
+    product = tl.load(source_ptr + at, mask=at < size).to(tl.float32) * tl.load(factor_ptr).to(tl.float32)
     tl.store(target_ptr + at, product.to(target_ptr.dtype.element_ty), mask=at < size)

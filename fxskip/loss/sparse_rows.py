@@ -69,7 +69,9 @@ class TorchRows:
                 d_tV = d_rest_tV.scatter_add_(
                     1, support.columns, torch.where(support.is_first, d_taken_tK, 0.0)
                 )
-                gradient_tV.copy_(d_tV.mul_(slope_tV).mul_(share_t[:, None]))
+                d_tV = d_tV.mul_(slope_tV).mul_(share_t[:, None])
+                # A narrower gradient lies in the front of the rows that d_tV may still be: not a copy in place.
+                gradient_tV.copy_(d_tV.to(gradient_tV.dtype))
             return row.loss * share_t
 
         if exchange is not None:

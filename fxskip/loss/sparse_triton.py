@@ -24,17 +24,23 @@ KERNEL_TAILS = dict(
 )
 # To this many entries a row the kernel finds equal ids by comparing each with all; more are sorted first, by PyTorch.
 COMPARED_ENTRIES = 1024
+LONG_ROW = 98304  # columns
 
 
 @dataclass(frozen=True)
 class Tuning:
     """Launch parameters: `block` columns a load of the row kernel; the support kernel compares each entry of a teacher
-    row with `support_block` others at a time."""
+    row with `support_block` others at a time. Best of `fxskip bench loss --part sweep` on an H200."""
 
     block: int = 4096
     warps: int = 16
-    support_block: int = 16
+    support_block: int = 8
     support_warps: int = 4
+
+
+def tuning_for(columns: int, *, plain: bool) -> Tuning:
+    """Long rows want more loads in flight, for which registers suffice only without bias and softcap (`plain`)."""
+    return Tuning(block=8192, warps=32) if plain and columns >= LONG_ROW else Tuning()
 
 
 @dataclass
@@ -55,9 +61,11 @@ class Chunk:
 class TritonRows:
     """A `RowLoss`. One launch a chunk for the whole row, two around the exchange of a group."""
 
-    def __init__(self, target: SparseTarget, tuning: Tuning = Tuning()) -> None:
-        self.target, self.tuning = target, tuning
+    def __init__(self, target: SparseTarget, tuning: Tuning | None = None) -> None:
+        self.target = target
         head = target.head
+        is_plain = head.bias_V is None and head.softcap is None
+        self.tuning = tuning or tuning_for(target.shard.columns, plain=is_plain)
         # Without a bias any pointer will do: the kernels do not read it.
         self.bias_V = head.weight_VD if head.bias_V is None else head.bias_V.contiguous()
         self.numbers = (head.scale, head.softcap or 1.0, 1.0 / head.temperature)

@@ -85,7 +85,7 @@ def test_no_clocks():
 @pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="there are two GPUs")
 def test_without_two_gpus(tmp_path, capsys):
     assert run("bench", "overlap", "--out", tmp_path / "report.json") == 2
-    assert "two are needed" in capsys.readouterr().err
+    assert "CUDA devices needed: 2; seen by this PyTorch: 0" in capsys.readouterr().err
 
 
 def test_failures_are_in_the_file_and_in_the_exit_status(tmp_path, monkeypatch, capsys):

@@ -346,7 +346,8 @@ def test_the_device_is_not_waited_for():
 @NEEDS_TRITON
 @pytest.mark.parametrize(("which", "kernels"), [("bf16", 6), pytest.param("all", 15, marks=pytest.mark.slow)])
 def test_kernels_compile_for_a_gpu_and_the_sort_checks_its_input(which, kernels, tmp_path):
-    changed = {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    changed = {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "collectives" / "compile_routing.py", which],
         env=os.environ | changed,

@@ -41,7 +41,8 @@ class Spy(TorchDispatchMode):
         self.calls[name] = self.calls.get(name, 0) + 1
         result = func(*args, **(kwargs or {}))
         if name in ("mm", "addmm"):
-            self.flops += 2 * args[-2].numel() * args[-1].shape[-1]
+            left, right = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
+            self.flops += 2 * left.numel() * right.shape[-1]
         for tensor in result if isinstance(result, tuple | list) else [result]:
             if isinstance(tensor, torch.Tensor):
                 self.elements = max(self.elements, tensor.numel())

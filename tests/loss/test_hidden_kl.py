@@ -68,24 +68,31 @@ def test_bfloat16_inputs_are_rounded_once_at_the_end():
     other = Case(tokens=64, width=32, vocabulary=301, dtype=torch.bfloat16, seed=1)
     case.teacher_weight = (case.student_weight + 0.01 * other.student_weight).detach()
     case.teacher_hidden = case.student_hidden.detach().clone()
-    loss = hidden_kl(*case.arguments, chunk_tokens=16)
+    loss = hidden_kl(*case.arguments, chunk_tokens=16, logits_dtype=torch.float32)
     expected, *expected_gradients = case.expected()
     torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-7)
     for got, right in zip(torch.autograd.grad(loss, case.student), expected_gradients, strict=True):
         assert got.dtype == torch.bfloat16
-        # One rounding to bfloat16 is an error of 1.7e-3 in the norm; logits in bfloat16 make it over 1e-2.
-        assert (got.double() - right).norm() < 2e-3 * right.norm()
+        # One rounding to bfloat16 is an error of 1.7e-3 in the norm; logits in bfloat16 make it over 1e-2. CUDA's
+        # product rounds the gradient by the logits too.
+        limit = 2e-3 if DEVICE == "cpu" else 2.5e-3
+        assert (got.double() - right).norm() < limit * right.norm()
 
 
 def test_a_float32_weight_beside_bfloat16_states_keeps_a_float32_gradient():
     case = Case(tokens=64, width=16, vocabulary=33)
     hidden = case.student_hidden.detach().bfloat16()
-    loss = hidden_kl(hidden, case.student_weight, case.teacher_hidden, case.teacher_weight, chunk_tokens=1)
+    arguments = hidden, case.student_weight, case.teacher_hidden, case.teacher_weight
+    loss = hidden_kl(*arguments, chunk_tokens=1, logits_dtype=torch.float32)
     (got,) = torch.autograd.grad(loss, case.student_weight)
     rounded = case.student_weight.detach().bfloat16().double().requires_grad_()
     expected = kl(logits(hidden, rounded), logits(case.teacher_hidden, case.teacher_weight))
     (right,) = torch.autograd.grad(expected, rounded)
-    torch.testing.assert_close(got, right.float(), rtol=1e-5, atol=1e-7)  # 2**-8 if a chunk were rounded
+    assert got.dtype == torch.float32
+    if DEVICE == "cpu":
+        torch.testing.assert_close(got, right.float(), rtol=1e-5, atol=1e-7)  # 2**-8 if a chunk were rounded
+    else:  # the gradient by the logits is rounded, 1.7e-3
+        assert (got.double() - right).norm() < 2e-3 * right.norm()
 
 
 def test_autocast_around_the_call_changes_nothing():

@@ -147,6 +147,13 @@ def assert_no_worse(case, tail, *, margin=2e-6, scales=None, **more):
 
 
 @NEEDS_TRITON
+def test_small_logits_under_a_large_softcap():
+    """tanh keeps its relative precision near 0: an absolute one would be multiplied by the softcap."""
+    case = Sparse(tokens=6, options={"softcap": 1000.0})
+    assert_no_worse(case, "truncated", margin=5e-7)
+
+
+@NEEDS_TRITON
 @BY_TAIL
 @pytest.mark.parametrize("student", ["far", "near", "equal", "peaked", "flat"])
 def test_students_far_from_and_near_to_the_teacher(tail, student):
@@ -162,7 +169,9 @@ def test_students_far_from_and_near_to_the_teacher(tail, student):
         case.logp = logp.gather(1, case.ids).float()
     plain = case.outcome(tail=tail, implementation="torch")
     assert_close(plain, case.expected(tail))
-    assert_no_worse(case, tail, scales=scales)
+    # In base 2 a logit, and the normaliser beside it, are rounded once more: an error that grows with the logits.
+    largest = (case.leaves[0] @ case.leaves[1].T).abs().max().item()
+    assert_no_worse(case, tail, margin=2e-6 + 2 * largest * 2**-24, scales=scales)
     if student == "equal" and tail == "ghost":  # the minimum
         assert all(value.norm() <= 1e-5 * scale.norm() for value, scale in zip(plain, scales, strict=True))
 
@@ -360,10 +369,11 @@ def test_unvalidated_calls_read_nothing_from_the_device():
         case.ids, case.logp = mode.from_tensor(case.ids), mode.from_tensor(case.logp)
         case.options = {name: mode.from_tensor(value) for name, value in case.options.items()}
         with patch("fxskip.loss.sparse_kl.sparse_kl_operator", wraps=sparse_kl_operator) as called:
-            case.call(validate=False).backward()  # the checks around the operator, and its derivative
+            # The checks around the operator, and its derivative. The kernels would take the addresses of fake tensors.
+            case.call(validate=False, implementation="torch").backward()
             with torch.no_grad():
                 sparse_kl_operator._init_fn(*called.call_args.args)  # what it does
-            case.call(validate=True)
+            case.call(validate=True, implementation="torch")
             with torch.no_grad(), pytest.raises(DataDependentOutputException):
                 sparse_kl_operator._init_fn(*called.call_args.args)
 
@@ -379,7 +389,7 @@ def test_the_weight_gradient_of_many_chunks_is_rounded_once():
     case = Sparse(dtype=torch.bfloat16, tokens=256)
     right = case.expected()[2]
     for chunk_tokens in (256, 1):
-        got = case.outcome(chunk_tokens=chunk_tokens, accumulate=1)[2]
+        got = case.outcome(chunk_tokens=chunk_tokens, accumulate=1, logits_dtype=torch.float32)[2]
         assert got.dtype == torch.bfloat16
         assert relative_error(got, right) < 2.5e-3
 
