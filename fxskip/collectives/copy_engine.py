@@ -64,10 +64,11 @@ class Slots:
         most     rows that a rank has for another at most, over all pairs of ranks: the same number on all of them
 
         Neither tensor may be freed or written before the work is done. Raises CollectiveError where more rows are to
-        be sent or received than `most` says, and a RuntimeError of torch where there is no memory for larger slots.
+        be sent or received than `most` says, or where they are on another device than the slots, and a RuntimeError of
+        torch where there is no memory for larger slots.
         """
         memory, me = self._memory, self._memory.rank
-        _require_room(sent, received, me, most)
+        _require_fit(rows, memory.device, sent, received, me, most)
         leaving, arriving = _parts(rows, sent), _parts(buffer, received)
         own = (arriving[me], leaving[me])
         needed = most * rows.element_size() * prod(rows.shape[1:])
@@ -114,7 +115,15 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _require_room(sent: tuple[int, ...], received: tuple[int, ...], me: int, most: int) -> None:
+def _require_fit(
+    rows: Tensor, device: torch.device, sent: tuple[int, ...], received: tuple[int, ...], me: int, most: int
+) -> None:
+    if rows.device != device:
+        raise CollectiveError(
+            "copy_engine",
+            f"the rows are on {rows.device}, and the slots of this process on {device}",
+            hint=f"move the model and its inputs to {device}, which was the current device when the model was spread",
+        )
     for what, counts in (("send to", sent), ("receive from", received)):
         for rank, rows in enumerate(counts):
             if rank != me and rows > most:

@@ -146,7 +146,8 @@ def require_peers(group: Any, device: torch.device) -> None:
 
     What cannot be known beforehand, such as two devices without a link between them, shows at the first `allocate`.
     """
-    mine = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), _obstacle(device))
+    obstacle = _obstacle(device)
+    mine = (socket.gethostname(), str(device) if obstacle else _device_name(device), obstacle)
     everyone = [mine] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     hosts, devices, obstacles = zip(*everyone, strict=True)
@@ -158,7 +159,16 @@ def require_peers(group: Any, device: torch.device) -> None:
     if len(set(hosts)) > 1:
         raise impossible("the ranks of the axis are on several hosts", where=where)
     if len(set(devices)) < len(devices) and os.environ.get(_OVERLAPPING) != "1":
-        raise impossible("several ranks share a device", where=where)
+        raise impossible(
+            "several ranks share a device",
+            where=where,
+            hint="torch.cuda.set_device(local_rank) before the model is spread; or leave runtime.transport out",
+        )
+
+
+def _device_name(device: torch.device) -> str:
+    """One that no other device has, whatever number a process gives it."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _obstacle(device: torch.device) -> str | None:

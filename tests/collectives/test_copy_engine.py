@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxskip
-from fxskip.collectives import copy_engine
+from fxskip.collectives import copy_engine, peer_memory
 from fxskip.collectives.copy_engine import Slots, connect
 from fxskip.collectives.failures import Work
 from fxskip.collectives.landing import poisoned_buffers
@@ -149,6 +149,23 @@ def test_more_rows_than_was_said_are_refused(tmp_path: Path) -> None:
         slots.start(rows, rows, (0, 4), (0, 5), 4)
 
 
+def test_rows_on_another_device_are_refused(tmp_path: Path) -> None:
+    slots, rows = Slots(SharedMemory(tmp_path, 0, 2)), torch.zeros(5, 2, device="meta")
+    with pytest.raises(
+        fxskip.CollectiveError, match="the rows are on meta, and the slots of this process on cpu"
+    ):
+        slots.start(rows, rows, (0, 5), (0, 5), 5)
+
+
+def test_a_build_without_cuda_has_no_symmetric_memory() -> None:
+    if torch.version.cuda is not None:
+        pytest.skip("this build has CUDA")
+    assert (
+        peer_memory._obstacle(torch.device("cuda"))
+        == "this build of PyTorch has no symmetric memory for CUDA"
+    )
+
+
 def test_connecting_finds_a_memory_that_is_not_shared(tmp_path: Path) -> None:
     """Each rank maps files of its own, and signals nobody."""
 
@@ -224,9 +241,30 @@ def refusals(rank: int, folder: Path) -> None:
     assert not fxskip.is_transformed(original)
 
 
+def peers_that_cannot_be(rank: int, folder: Path) -> None:
+    """All ranks say the same, also of what only one of them lacks."""
+    device, world = torch.device("cuda", rank), dist.group.WORLD
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(peer_memory, "_device_name", lambda device: f"GPU-{device.index}")
+        patched.setattr(peer_memory, "_obstacle", lambda device: None)
+        peer_memory.require_peers(world, device)
+        with pytest.raises(fxskip.PassError, match="several ranks share a device") as caught:
+            peer_memory.require_peers(world, torch.device("cuda", 5))
+        assert str(caught.value).count("device GPU-5") == 2
+        patched.setattr(peer_memory, "_obstacle", lambda device: "none here" if device.index else None)
+        with pytest.raises(fxskip.PassError, match="copy_engine: none here"):
+            peer_memory.require_peers(world, device)
+        patched.setattr(peer_memory, "_obstacle", lambda device: None)
+        patched.setattr("socket.gethostname", lambda: f"host{rank}")
+        with pytest.raises(
+            fxskip.PassError, match="on several hosts\n  where  rank 0: host host0, device GPU-0"
+        ):
+            peer_memory.require_peers(world, device)
+
+
 @pytest.mark.distributed
 def test_two_processes(tmp_path: Path) -> None:
-    run_on_ranks((growing_batches, refusals), tmp_path, limit_s=300)
+    run_on_ranks((growing_batches, refusals, peers_that_cannot_be), tmp_path, limit_s=300)
 
 
 @pytest.mark.distributed
