@@ -125,11 +125,11 @@ def _require_fit(
             hint=f"move the model and its inputs to {device}, which was the current device when the model was spread",
         )
     for what, counts in (("send to", sent), ("receive from", received)):
-        for rank, rows in enumerate(counts):
-            if rank != me and rows > most:
+        for rank, count in enumerate(counts):
+            if rank != me and count > most:
                 raise CollectiveError(
                     "copy_engine",
-                    f"{rows} rows to {what} rank {rank} of the group, and the slots are for {most}",
+                    f"{count} rows to {what} rank {rank} of the group, and the slots are for {most}",
                     hint="this is a defect in fxskip: please report it",
                 )
 
