@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 import fxskip
 from fxskip.collectives.in_flight import poisoned_buffers, under_way
+from tests.collectives.device import DEVICE, on_device
 from tests.zoo import batch, tiny
 
 MODES = ("reference", "scheduled", "eager_wait")
@@ -24,7 +25,7 @@ class Outcome(NamedTuple):
 
 def model(kind: str, **overrides: Any) -> nn.Module:
     """A tiny model in float64."""
-    found = tiny(kind, **{"layers": 3} | overrides).double().eval()
+    found = tiny(kind, **{"layers": 3} | overrides).to(DEVICE).double().eval()
     found.set_experts_implementation("batched_mm")  # the grouped kernel has no float64
     return found
 
@@ -33,7 +34,7 @@ def outcome(student: nn.Module, seed: int = 0) -> Outcome:
     """One step on a batch that all ranks have alike, in which unfinished buffers hold NaN."""
     student.zero_grad(set_to_none=True)
     with poisoned_buffers():
-        out = student(**batch(seed=seed), use_cache=False)
+        out = student(**on_device(batch(seed=seed)), use_cache=False)
         out.loss.backward()
     assert under_way() == []
     return Outcome(

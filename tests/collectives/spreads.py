@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fxskip
 from fxskip.collectives.landing import poisoned_buffers, under_way
 from fxskip.runtime.regions import Region
+from tests.collectives.device import DEVICE, on_device
 from tests.collectives.replicated import MODES, ROUNDING, Outcome, assert_same_bits, difference, own, whole
 from tests.zoo import batch, tiny
 
@@ -24,7 +25,7 @@ def model(kind: str = "qwen2_moe", *, layers: int = 3, double: bool = False, **o
     found = tiny(kind, layers=layers, **overrides)
     if double:
         found.double().set_experts_implementation("batched_mm")
-    return found.train()
+    return found.to(DEVICE).train()
 
 
 def spread(
@@ -109,4 +110,4 @@ def assert_one_process_gives_the_same(
 
 def own_batch(rank: int, rows: int = 2, columns: int = 9, **options: Any) -> Batch:
     """A batch that no other rank has."""
-    return batch(rows, columns, seed=100 * columns + 10 * rows + rank, **options)
+    return on_device(batch(rows, columns, seed=100 * columns + 10 * rows + rank, **options))

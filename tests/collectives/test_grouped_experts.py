@@ -19,8 +19,8 @@ from fxskip.collectives.grouped_experts import is_grouped
 from fxskip.collectives.replicated_tokens import choices_of
 from fxskip.collectives.routing import sort_pairs
 from fxskip.leaves import make_leaf, running
+from tests.collectives.device import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = {
     "deepseek_v2": DeepseekV2Experts,
     "qwen3_moe": Qwen3MoeExperts,

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fxskip.collectives.replicated_tokens import choices_of
 from fxskip.collectives.routing import Order, implementation, order_by_expert, permute, sort_pairs, unpermute
+from tests.collectives.device import DEVICE
 
 ROOT = Path(__file__).parents[2]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEEDS_TRITON = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )

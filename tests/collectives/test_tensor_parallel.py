@@ -16,6 +16,7 @@ from fxskip.capture.region import capture_count
 from fxskip.collectives.all_reduce import Enter, Reduce
 from fxskip.collectives.in_flight import Issued
 from fxskip.errors import PassError
+from tests.collectives.device import on_device
 from tests.collectives.replicated import (
     ROUNDING,
     assert_equal_to_one_process,
@@ -103,7 +104,7 @@ def _cuts(module: nn.Module) -> dict[str, int]:
 def refuses_what_would_be_wrong(rank: int, folder: Path) -> None:
     student = spread(model("qwen3_moe", layers=2), "farskip", TENSOR, "scheduled")
     with pytest.raises(PassError, match="use_cache=False"):
-        student(**batch(), use_cache=True)
+        student(**on_device(batch()), use_cache=True)
     with pytest.raises(PassError, match="outside its decoder layer"):
         student.model.layers[0].self_attn.q_proj(torch.zeros(1, 64, dtype=torch.float64))
     with pytest.raises(PassError, match="which 2 processes cannot share"):
