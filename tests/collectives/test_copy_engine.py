@@ -19,6 +19,7 @@ from fxskip.collectives.copy_engine import Slots, connect
 from fxskip.collectives.failures import Work
 from fxskip.collectives.landing import poisoned_buffers
 from fxskip.parallel import Ranks
+from tests.collectives.device import DEVICE
 from tests.collectives.shared_memory import SharedMemory
 from tests.collectives.spreads import (
     Batch,
@@ -33,6 +34,7 @@ from tests.collectives.spreads import (
 from tests.collectives.test_uneven import route_to
 from tests.training_loop.ranks import run_on_ranks
 
+ON_CPUS = pytest.mark.skipif(DEVICE != "cpu", reason="test_copy_engine_gpu.py has the memory of GPUs")
 Table = list[list[int]]
 """Rows that each rank sends to each."""
 
@@ -262,11 +264,13 @@ def peers_that_cannot_be(rank: int, folder: Path) -> None:
             peer_memory.require_peers(world, device)
 
 
+@ON_CPUS
 @pytest.mark.distributed
 def test_two_processes(tmp_path: Path) -> None:
     run_on_ranks((growing_batches, refusals, peers_that_cannot_be), tmp_path, limit_s=300)
 
 
+@ON_CPUS
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_two_processes_in_other_ways(tmp_path: Path) -> None:

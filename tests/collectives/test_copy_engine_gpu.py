@@ -15,7 +15,7 @@ import fxskip
 from fxskip.collectives.copy_engine import Slots
 from fxskip.collectives.landing import poisoned_buffers
 from fxskip.collectives.peer_memory import SymmetricMemory
-from tests.collectives.spreads import Batch, assert_same_bits, in_mode, model, own_batch, step
+from tests.collectives.spreads import assert_same_bits, in_mode, model, own_batch, step
 from tests.collectives.test_copy_engine import drawn
 from tests.training_loop.ranks import run_on_ranks
 
@@ -64,16 +64,10 @@ def rows_arrive(backend: str, rank: int, folder: Path) -> None:
     torch.cuda.synchronize()
 
 
-def on_device(original: nn.Module, mesh: DeviceMesh, **runtime: Any) -> nn.Module:
+def spread_over(original: nn.Module, mesh: DeviceMesh, **runtime: Any) -> nn.Module:
     """A student that is spread over both processes."""
     spec = {"fxskip": 1, "preset": "farskip", "parallel": {"expert": {"size": 2}}, "runtime": runtime}
     return fxskip.transform(original, spec, mesh=mesh)
-
-
-def batches(rank: int, device: torch.device) -> list[Batch]:
-    """Of other sizes on the other rank and in the other step, so that slots grow."""
-    found = [own_batch(rank, 2, 5 + 3 * rank), own_batch(rank, 3, 11)]
-    return [{name: tensor.to(device) for name, tensor in one.items()} for one in found]
 
 
 def bits_of_the_process_group(backend: str, dtype: torch.dtype, rank: int, folder: Path) -> None:
@@ -81,10 +75,11 @@ def bits_of_the_process_group(backend: str, dtype: torch.dtype, rank: int, folde
     device = device_of(rank)
     mesh = DeviceMesh.from_group(group_of(backend), "cuda", mesh_dim_names=("expert",))
     original = model("qwen2_moe", double=True).to(device, dtype)
-    by_group = on_device(original, mesh)
-    by_copies = on_device(original, mesh, transport="copy_engine")
-    recomputed = on_device(original, mesh, transport="copy_engine", recompute="layer")
-    for inputs in batches(rank, device):
+    by_group = spread_over(original, mesh)
+    by_copies = spread_over(original, mesh, transport="copy_engine")
+    recomputed = spread_over(original, mesh, transport="copy_engine", recompute="layer")
+    # Of other sizes on the other rank and in the other step, so that slots grow.
+    for inputs in (own_batch(rank, 2, 5 + 3 * rank), own_batch(rank, 3, 11)):
         want = step(by_group, inputs, use_cache=False)
         assert not bool(want.logits.isnan().any())
         assert_same_bits(step(by_group, inputs, use_cache=False), want)  # or nothing could be compared
@@ -98,7 +93,7 @@ def a_shared_device_is_refused(rank: int, folder: Path) -> None:
     mesh = DeviceMesh.from_group(dist.new_group(backend="gloo"), "cuda", mesh_dim_names=("expert",))
     original = model("mixtral", layers=1).to(device)
     with pytest.raises(fxskip.PassError, match="copy_engine: several ranks share a device") as caught:
-        on_device(original, mesh, transport="copy_engine")
+        spread_over(original, mesh, transport="copy_engine")
     assert f"rank {rank}: host" in str(caught.value)
 
 
