@@ -215,4 +215,4 @@ def test_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_more_on_two_ranks(tmp_path: Path) -> None:
-    run_on_ranks((other_students, a_tiny_bench), tmp_path, limit_s=600)
+    run_on_ranks((other_students, a_tiny_bench), tmp_path, limit_s=560)
