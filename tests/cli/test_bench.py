@@ -7,8 +7,10 @@ import torch
 
 from fxskip.bench import loss, loss_sweep
 from fxskip.bench.loss import PARTS
+from fxskip.bench.loss_goals import ONE_GPU
 from fxskip.bench.measure import failures, measure
 from fxskip.loss import implementation
+from fxskip.loss.tails import TAILS
 from tests.cli.command import run
 from tests.loss.test_sparse_kl import has_triton
 
@@ -28,20 +30,25 @@ def assert_nothing_failed(report):
     assert list(failures(report)) == []
     assert report["tiny"] is True
     assert report["sources_sha256"]
+    assert "liger-kernel" in report
+
+
+def one_tuning_each(monkeypatch):
+    for tunings in ("SUPPORT_TUNINGS", "ROW_TUNINGS", "PAIR_TUNINGS"):
+        monkeypatch.setattr(loss_sweep, tunings, getattr(loss_sweep, tunings)[:1])
 
 
 @NEEDS_TRITON
 def test_tiny_parts(monkeypatch, tmp_path):
-    for tunings in ("SUPPORT_TUNINGS", "ROW_TUNINGS", "PAIR_TUNINGS"):
-        monkeypatch.setattr(loss_sweep, tunings, getattr(loss_sweep, tunings)[:1])
+    one_tuning_each(monkeypatch)
     out = tmp_path / "loss.json"
-    parts = ["sweep", "small"]
+    parts = ["sweep", "v32000-4k"]
     assert run("bench", "loss", "--tiny", *(f"--part={part}" for part in parts), "--out", out) == 0
     report = json.loads(out.read_text())
     assert_nothing_failed(report)
     assert [name for name in PARTS if name in report] == parts
     assert len(report["sweep"]["one chunk, V=65536"]) == 4
-    variants = report["small"]["times"]["variants"]
+    variants = report["v32000-4k"]["times"]["variants"]
     for name in ("three products", "dense_sparse_kl", "sparse_kl"):
         assert variants[name]["median_ms"] > 0
         assert len(variants[name]["samples_ms"]) == 1
@@ -49,17 +56,22 @@ def test_tiny_parts(monkeypatch, tmp_path):
 
 @NEEDS_TRITON
 @pytest.mark.slow
-def test_all_tiny_parts(tmp_path):
+def test_all_tiny_parts(monkeypatch, tmp_path):
+    one_tuning_each(monkeypatch)
     out = tmp_path / "loss.json"
     assert run("bench", "loss", "--tiny", "--out", out) == 0
     report = json.loads(out.read_text())
     assert_nothing_failed(report)
     assert all(part in report for part in PARTS)
-    measured = [row for row in report["errors"] if "equal_bits" in row]
-    assert len(measured) == 21
-    assert all(row["equal_bits"] for row in measured)
+    rows = {row["case"]: row for row in report["errors"]}
+    kinds = ("far", "all options", "peaked", "flat", "near", "near, float32 logits", "equal")
+    for name in [*TAILS, *(f"hidden_kl, beta {beta}" for beta in ("0", "0.5", "1"))]:
+        assert all(rows[f"{name}, {kind}"]["equal_bits"] for kind in kinds)
     # In the interpreter the kernels cut off what a GPU rounds: float32 is where they can be compared.
-    assert max(measured[-1]["triton"]) < 1e-5
+    assert rows["truncated, float32"]["within_bounds"]
+    goals = {goal["goal"]: goal for goal in report["goals"]}
+    assert len(goals) == len(ONE_GPU)
+    assert goals["errors: cases whose second run has other bits"]["verdict"] == "met"
 
 
 @NEEDS_TRITON
@@ -86,7 +98,7 @@ def test_a_part_that_fails_loses_no_other(capsys, monkeypatch, tmp_path):
         raise ValueError("a part\nof several lines")
 
     def is_not_here(setting):
-        raise ImportError("no such package")
+        raise ImportError("no such package")  # of what is measured, not of what it is compared with
 
     monkeypatch.setattr(loss, "PARTS", {"first": fails, "second": works, "third": is_not_here})
     out = tmp_path / "loss.json"
@@ -94,9 +106,10 @@ def test_a_part_that_fails_loses_no_other(capsys, monkeypatch, tmp_path):
     report = json.loads(out.read_text())
     assert report["first"] == {"failed": "ValueError: a part"}
     assert report["second"]["chunk"] == 1
-    assert report["third"] == {"unavailable": "ImportError: no such package"}
+    assert report["third"] == {"failed": "ImportError: no such package"}
     said = capsys.readouterr().err
-    assert "bench loss: 2 measurements failed" in said
+    assert "bench loss: 3 measurements failed" in said
+    assert "repeat a part with --part" in said
     assert "first: ValueError: a part" in said
     assert "second, rows[1]: ValueError: two" in said
 
@@ -108,10 +121,19 @@ def test_a_variant_that_fails_loses_no_other():
     def broken():
         raise RuntimeError("wrong")
 
-    measured = measure({"a": lambda: None, "b": out_of_memory, "c": broken}, rounds=2)
-    assert len(measured["a"].samples_ms) == 2
-    assert measured["b"] == {"unavailable": "OutOfMemoryError: no room"}
-    assert measured["c"] == {"failed": "RuntimeError: wrong"}
+    def missing():
+        raise ImportError("not installed")
+
+    works = {"a": lambda: None, "b": out_of_memory, "c": missing}
+    compared = {"x": lambda: None, "y": out_of_memory, "z": missing, "w": broken}
+    measured = measure(works, compared, rounds=2)
+    assert len(measured["a"].samples_ms) == len(measured["x"].samples_ms) == 2
+    # What is measured must run; what it is compared with need not be installed, nor fit.
+    assert measured["b"] == {"failed": "OutOfMemoryError: no room"}
+    assert measured["c"] == {"failed": "ImportError: not installed"}
+    assert measured["y"] == {"unavailable": "OutOfMemoryError: no room"}
+    assert measured["z"] == {"unavailable": "ImportError: not installed"}
+    assert measured["w"] == {"failed": "RuntimeError: wrong"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would run the benchmark")
