@@ -3,7 +3,7 @@
 A goal that is missed is a finding, which the report and the output show; it is no failure of the command.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,9 @@ def verdicts(goals: Iterable[Goal], report: Report, measured: Iterable[str]) -> 
     return [goal.verdict(report) for goal in goals if known.issuperset(goal.needs)]
 
 
-def print_verdicts(found: Iterable[Mapping[str, Any]], *, is_tiny: bool) -> None:
+def print_verdicts(found: Sequence[Mapping[str, Any]], *, is_tiny: bool) -> None:
+    if not found:
+        return
     print("\ngoals" + (" (of tiny sizes: they say nothing)" if is_tiny else ""), flush=True)
     for one in found:
         value = "" if one["measured"] is None else f"{one['measured']:.4g} against {one['bound']:.4g}"

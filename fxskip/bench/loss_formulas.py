@@ -63,7 +63,7 @@ def outcome(rows: Rows, student_NV: Tensor, leaves: list[Tensor], weight_N: Tens
     loss, term = ((x_N * weight_N).sum() / weight_N.sum() for x_N in (loss_N, term_N))
     terms = [term, *torch.autograd.grad(term, leaves, retain_graph=True)]
     values = [loss.detach(), *torch.autograd.grad(loss, leaves)]
-    of_terms = [float(x.norm()) for x in terms]
+    of_terms = [float(x.detach().norm()) for x in terms]
     sizes = [max(float(x.norm()), 1e-3 * of_term) for x, of_term in zip(values, of_terms, strict=True)]
     return Outcome(values, sizes, [a / max(b, 1e-300) for a, b in zip(of_terms, sizes, strict=True)])
 

@@ -1,26 +1,22 @@
 """fxskip bench: that every part runs, at tiny sizes. What it measures needs a GPU and is no test."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from fxskip.bench import loss, loss_sweep
 from fxskip.bench.loss import PARTS
 from fxskip.bench.loss_goals import ONE_GPU
-from fxskip.bench.measure import failures, measure
+from fxskip.bench.loss_inputs import draw_inputs, four_products, three_products, tiny
+from fxskip.bench.measure import failures, measure, require_no_failures
+from fxskip.errors import FxskipError
 from fxskip.loss import implementation
 from fxskip.loss.tails import TAILS
 from tests.cli.command import run
 from tests.loss.test_sparse_kl import has_triton
-
-ROWS = [
-    {"variant": "sparse_kl", "tokens": 4096, "median_ms": 11.0, "peak_gib": 1.5},
-    {"variant": "sparse_kl", "tokens": 8192, "median_ms": 21.0, "peak_gib": 2.0},
-    {"variant": "dense_sparse_kl", "tokens": 4096, "median_ms": 15.0, "peak_gib": 4.0},
-    {"variant": "dense_sparse_kl", "tokens": 8192, "failed": "OutOfMemoryError"},
-]
-
 
 NEEDS_TRITON = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -161,28 +157,32 @@ def test_parts_of_one_gpu_are_not_asked_of_several(capsys, tmp_path):
     assert not (tmp_path / "loss.json").exists()
 
 
-def test_plot(tmp_path):
-    report = tmp_path / "report.json"
-    report.write_text(json.dumps({"vocabulary": 131072, "ranks": 2, "gpu": "H200", "rows": ROWS}))
-    assert run("bench", "plot", report, "--out", tmp_path / "figure.svg") == 0
-    drawn = (tmp_path / "figure.svg").read_text()
-    assert "<svg" in drawn
+@pytest.mark.parametrize(
+    "command",
+    [["loss", "--tiny"], ["loss", "--ranks", 2, "--tiny"], ["overlap", "--tiny"], ["plot", __file__]],
+    ids=["loss", "ranks", "overlap", "plot"],
+)
+def test_out_in_no_folder_is_refused_first(capsys, command, tmp_path):
+    assert run("bench", *command, "--out", tmp_path / "none" / "out.svg") == 2
+    assert "the folder" in (said := capsys.readouterr().err)
+    assert "does not exist" in said
 
 
-def test_plot_of_two_reports(capsys, tmp_path):
-    reports = []
-    for number, gpu in enumerate(("H200", "H200", "A100")):
-        reports.append(tmp_path / f"{number}.json")
-        content = {"vocabulary": 131072, "ranks": 2, "gpu": gpu, "rows": ROWS[number::2]}
-        reports[-1].write_text(json.dumps(content))
-    assert run("bench", "plot", *reports[:2], "--out", tmp_path / "figure.svg") == 0
-    assert "<svg" in (tmp_path / "figure.svg").read_text()
-    assert run("bench", "plot", *reports, "--out", tmp_path / "other.svg") == 2
-    assert "not of one machine" in capsys.readouterr().err
+def test_failures_name_their_command():
+    with pytest.raises(FxskipError, match="two: failed") as caught:
+        require_no_failures({"two": {"failed": "failed"}}, who="bench overlap", repeat="give --layers")
+    assert (caught.value.who, caught.value.hint) == (
+        "bench overlap",
+        "all others are in the file; give --layers",
+    )
 
 
-def test_plot_of_another_report(capsys, tmp_path):
-    report = tmp_path / "report.json"
-    report.write_text("{}")
-    assert run("bench", "plot", report, "--out", tmp_path / "figure.svg") == 2
-    assert "has no rows over tokens" in capsys.readouterr().err
+@pytest.mark.parametrize("floor", ["three", "four"])
+def test_the_floor_takes_any_number_of_tokens(floor):
+    inputs = replace(draw_inputs(tiny(), 13 * 4096, 9 * 4096), chunk_tokens=5)
+    work = (
+        three_products(inputs) if floor == "three" else four_products(inputs, torch.ones(13, 16).bfloat16())
+    )
+    with FlopCounterMode(display=False) as counter:
+        work()
+    assert counter.get_total_flops() == {"three": 3, "four": 4}[floor] * 2 * 13 * 9 * 16
