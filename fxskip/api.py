@@ -247,8 +247,6 @@ def _refuse_missing_stages(spec: Spec, mesh: Any) -> None:
     schedule, runtime = spec.schedule, spec.runtime
     if schedule is not None and schedule.costs == "measured":
         _refuse_to_measure()
-    if runtime is not None and runtime.transport == "copy_engine":
-        missing.append("runtime.transport: copy_engine")
     if not is_parallel(spec):
         expert = spec.parallel.expert if spec.parallel is not None else None
         if expert is not None and "exchange" in expert.model_fields_set:

@@ -47,7 +47,7 @@ class RegionParallel:
     hardware: str
     """Name or path of the hardware file that costs are taken from."""
     transport: Transport | Literal["gloo"]
-    """What moves the rows, for the cost of contention."""
+    """What moves the rows; the cost of contention follows from it."""
     exchange: Exchange = "all_to_all"
     expert_axis: str = EXPERT
     """Axis of the mesh that the experts are spread over."""

@@ -144,7 +144,9 @@ class Runtime(Strict):
         "bit; inductor compiles them, right to rounding; aot_eager has the compiler's graphs run uncompiled",
     )
     transport: Literal["auto", "nccl", "gloo", "copy_engine"] = Field(
-        default="auto", description="what moves the bytes; auto chooses by device and interconnect"
+        default="auto",
+        description="what moves the bytes: auto is the process group's backend; copy_engine copies rows of experts "
+        "between the devices of one host, and leaves all else to the process group",
     )
     mode: Literal["scheduled", "reference", "eager_wait"] = Field(
         default="scheduled",

@@ -73,6 +73,7 @@ def _described(setting: Setting) -> dict[str, Any]:
         "tokens": setting.tokens,
         "rounds": setting.rounds,
         "link": "NCCL_P2P_DISABLE=1" if setting.slow_link else "default",
+        "transport": setting.transport,
         "costs": "measured" if setting.measured_costs else "roofline",
         "tiny": setting.is_tiny,
     }
@@ -94,7 +95,7 @@ def table(found: Mapping[str, Any]) -> Iterator[str]:
     """The lines about one setting; times are milliseconds a step."""
     yield (
         f"{found['what']}: {found['layers']} layers, micro-batch {found['micro_batch']} x {found['tokens']} tokens, "
-        f"link {found['link']}, costs {found['costs']}"
+        f"link {found['link']}, transport {found['transport']}, costs {found['costs']}"
         + (", tiny: times mean nothing" if found["tiny"] else "")
     )
     for kind in (FAILED, UNAVAILABLE):

@@ -50,6 +50,8 @@ class Setting:
     measured_costs: bool
     """Orders are chosen by costs that are measured first, not by the roofline."""
     is_tiny: bool
+    transport: Literal["auto", "copy_engine"] = "auto"
+    """What moves rows between experts."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -87,6 +89,7 @@ def student(setting: Setting, wiring: Wiring, costs: Path | None = None) -> Any:
         "preset": PRESETS[wiring],
         "parallel": {"expert": {"size": RANKS}},
         "schedule": {"costs": "roofline" if costs is None else str(costs)},
+        "runtime": {"transport": setting.transport},
     }
     return fxskip.transform(original(setting), spec, inplace=True)
 

@@ -154,6 +154,12 @@ def overlap(
             "--measured-costs", help="Choose orders by costs that are measured first, not by the roofline."
         ),
     ] = False,
+    copy_engine: Annotated[
+        bool,
+        typer.Option(
+            "--copy-engine", help="Also with runtime.transport: copy_engine, which a CPU does not have."
+        ),
+    ] = False,
     alone: Annotated[
         bool,
         typer.Option("--alone", help="Only student against original in one process: one GPU is enough."),
@@ -176,6 +182,7 @@ def overlap(
     Examples:
       fxskip bench overlap --out overlap.json
       fxskip bench overlap --layers 8 --micro-batch 2 --micro-batch 4 --slow-link --out overlap.json
+      fxskip bench overlap --layers 8 --copy-engine --out overlap.json
       fxskip bench overlap --alone --layers 8 --out one-process.json
       fxskip bench overlap --tiny --out check.json
     """
@@ -195,9 +202,17 @@ def overlap(
     sizes = (32, 2) if tiny else (4096, 12)
     settings = [
         Setting(
-            count, batch, tokens or sizes[0], rounds or sizes[1], 1 if tiny else 2, slow, measured_costs, tiny
-        )
-        for slow in ([False, True] if slow_link else [False])
+            count,
+            batch,
+            tokens or sizes[0],
+            rounds or sizes[1],
+            1 if tiny else 2,
+            slow,
+            measured_costs,
+            tiny,
+            "copy_engine" if copies else "auto",
+        )  # fmt: skip
+        for slow, copies in [(False, False), *[(True, False)] * slow_link, *[(False, True)] * copy_engine]
         for count in layers or ([3] if tiny else [8, 27])
         for batch in micro_batch or ([1] if tiny else [2])
     ]

@@ -7,15 +7,15 @@ the numbers are needed, on the host. On a GPU they travel to pinned memory meanw
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxskip.collectives.failures import PATIENCE_S, until
+from fxskip.collectives.failures import PATIENCE_S, Work, until
 from fxskip.collectives.in_flight import Flight, Issued, start, wait
 from fxskip.collectives.kept import made_once
 from fxskip.collectives.measuring import sends_nothing
@@ -30,9 +30,9 @@ class AllToAll:
     received: tuple[int, ...]
 
     @property
-    def reversed(self) -> AllToAll:
+    def reversed(self) -> Self:
         """The exchange that sends everything back."""
-        return AllToAll(self.group, self.received, self.sent)
+        return replace(self, sent=self.received, received=self.sent)
 
     def issue(self, tensor: Tensor) -> Issued:
         """Start it with [sum(sent), ...]; the buffer is [sum(received), ...]."""
@@ -41,10 +41,14 @@ class AllToAll:
             own = _resized(tensor, sum(self.received))
             return Issued(own, None, own)
         buffer = tensor.new_empty((sum(self.received), *tensor.shape[1:]))
-        work = dist.all_to_all_single(
-            buffer, tensor, list(self.received), list(self.sent), group=self.group, async_op=True
+        return Issued(buffer, self.send(buffer, tensor), tensor)
+
+    def send(self, buffer: Tensor, rows: Tensor) -> Work:
+        """Hand the exchange of `rows` to the process group; both tensors are contiguous."""
+        work: Work = dist.all_to_all_single(
+            buffer, rows, list(self.received), list(self.sent), group=self.group, async_op=True
         )
-        return Issued(buffer, work, tensor)
+        return work
 
     def issue_reverse(self, gradient: Tensor) -> Issued:
         """Start the exchange of the gradients of what was received."""

@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fxskip.collectives.all_to_all import AllToAll, Counts, exchange_counts, split_evenly
+from fxskip.collectives.copy_engine import CopyExchange
 from fxskip.collectives.doing import Doing, require_same_doing
 from fxskip.collectives.grouped_experts import grouped_experts, is_grouped
 from fxskip.collectives.routing import Order, SortedPairs, expert_of_each_row, order_by_expert, permute
 from fxskip.leaves import running_layer
-from fxskip.parallel import running_axis
+from fxskip.parallel import RegionParallel, running_axis
 
 Direction = Literal["dispatch", "combine"]
 
@@ -38,10 +39,16 @@ class Routing:
     from_each: Tensor
     """[ranks, own experts] int64: how the received rows are made up, on the device."""
     group: Any
+    most: int | None = None
+    """Rows that a rank has for another at most, over all pairs of ranks, where copy engines move them."""
 
     def exchange(self, direction: Direction) -> AllToAll:
         """The exchange that brings rows to their experts, or back."""
-        there = AllToAll(self.group, self.sent, self.received)
+        there = (
+            AllToAll(self.group, self.sent, self.received)
+            if self.most is None
+            else CopyExchange(self.group, self.sent, self.received, self.most)
+        )
         return there if direction == "dispatch" else there.reversed
 
     def own_expert_of_each_row(self) -> Tensor:
@@ -57,7 +64,8 @@ class Routing:
 def start_counts(pairs: SortedPairs, hidden: Tensor, path: str, axis: str) -> Counts:
     """Start telling the owners of experts on the mesh's `axis` how many rows each expert gets.
 
-    Beside them travels what this rank is about to do, one number, which `wait_counts` compares.
+    Beside them travels what this rank is about to do, one number, which `wait_counts` compares; and, where copy engines
+    move the rows, how many this rank has for another at most.
 
     hidden   [T, D], what will be sent; only its description is read
     path     the module of the experts in the layer that runs
@@ -67,6 +75,8 @@ def start_counts(pairs: SortedPairs, hidden: Tensor, path: str, axis: str) -> Co
     each = split_evenly(experts, ranks)[0]
     padded = torch.constant_pad_nd(pairs.counts, (0, each * ranks - experts)).view(ranks, each)
     told = torch.constant_pad_nd(padded, (0, 1), Doing.now(hidden, path).encoded())
+    if _uses_copy_engines():
+        told = torch.cat((_most_for_another(padded, mesh.get_local_rank()).expand(ranks, 1), told), 1)
     name = f"expert counts of decoder layer {running_layer().fxskip_layer}"
     return exchange_counts(name, told, mesh.get_group())
 
@@ -79,8 +89,25 @@ def wait_counts(counts: Counts, axis: str) -> Routing:
     sent, received = counts.get()
     mesh = running_axis(axis)
     require_same_doing(mesh, [row[-1] for row in received])
-    rows = [tuple(sum(row[:-1]) for row in table) for table in (sent, received)]
-    return Routing(rows[0], rows[1], counts.received[:, :-1], mesh.get_group())
+    by_copies = _uses_copy_engines()
+    experts = slice(int(by_copies), -1)
+    rows = [tuple(sum(row[experts]) for row in table) for table in (sent, received)]
+    most = max(row[0] for row in received) if by_copies else None
+    return Routing(rows[0], rows[1], counts.received[:, experts], mesh.get_group(), most)
+
+
+def _uses_copy_engines() -> bool:
+    """Whether the layer that runs exchanges its rows by copies between devices."""
+    parallel = running_layer().fxskip_parallel
+    assert isinstance(parallel, RegionParallel)
+    return parallel.transport == "copy_engine"
+
+
+def _most_for_another(counts: Tensor, rank: int) -> Tensor:
+    """[1] int64: rows for that other rank that gets most; `counts` [ranks, own experts] are of this one, `rank`."""
+    rows = counts.sum(1)
+    rows[rank] = 0
+    return rows.max().view(1)
 
 
 class _KnowsExperts(Protocol):

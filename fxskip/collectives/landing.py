@@ -116,6 +116,11 @@ def poisoned_buffers() -> Iterator[None]:
         _POISONED = before
 
 
+def buffers_are_poisoned() -> bool:
+    """Whether `poisoned_buffers` is open."""
+    return _POISONED
+
+
 _OUTERMOST: ContextVar[int | None] = ContextVar("fxskip_outermost_pass", default=None)
 
 

@@ -44,6 +44,10 @@ def checked_pair(
     **options: Unpack[KLOptions],
 ) -> Reduction:
     """Both sides are what they should be, and speak of the same tokens and of the same vocabulary."""
+    known = KLOptions.__annotations__
+    for name in options:
+        if name not in known:
+            raise FxskipError(who, f"{name} is no argument of it", hint=f"arguments are {', '.join(known)}")
     checked_hidden(who, "student_hidden", student_hidden)
     checked_hidden(who, "teacher_hidden", teacher_hidden)
     after_gemm: dict[str, Any] = {
@@ -56,7 +60,7 @@ def checked_pair(
     require_head(who, "student_", *student, **after_gemm)
     require_head(who, "teacher_", *teacher, **after_gemm)
     require_a_pair(who, student_hidden, student_weight, teacher_hidden, teacher_weight)
-    weight_N = checked_token_weight(who, student_hidden, options.get("token_weight"))
+    weight_N = checked_token_weight(who, student_hidden, options.get("token_weight"), name="student_hidden")
     return Reduction(
         weight_N,
         checked_denominator(who, student_hidden, weight_N, options.get("denominator")),
@@ -142,19 +146,28 @@ def require_head(
         raise FxskipError(
             who, f"{prefix}bias is {found}", hint=f"{prefix}bias is [{weight.shape[0]}] or None"
         )
+    if bias is not None and not bias.is_floating_point():
+        raise FxskipError(who, f"{prefix}bias is {bias.dtype}", hint="a float dtype")
     require_same_device(who, **{f"{prefix}hidden": hidden, name: weight, f"{prefix}bias": bias})
     require_positive(who, temperature=temperature)
     if softcap is not None:
         require_positive(who, softcap=softcap)
-    if not math.isfinite(scale) or scale == 0:
+    if not math.isfinite(require_number(who, "scale", scale)) or scale == 0:
         raise FxskipError(
             who, f"scale is {scale}", hint="scale multiplies the logits: a finite number that is not 0"
         )
 
 
-def require_positive(who: str, **values: float) -> None:
+def require_number(who: str, name: str, value: Any) -> float:
+    if isinstance(value, str | bytes | bool) or not hasattr(value, "__float__"):
+        raise FxskipError(who, f"{name} is {value!r}", hint=f"{name} is a number")
+    return float(value)
+
+
+def require_positive(who: str, **values: Any) -> None:
     for name, value in values.items():
-        if not math.isfinite(value) or value <= 0:
+        number = require_number(who, name, value)
+        if not math.isfinite(number) or number <= 0:
             raise FxskipError(who, f"{name} is {value}", hint=f"{name} is a finite number above 0")
 
 
@@ -175,9 +188,11 @@ def require_whole_number(who: str, name: str, value: Any) -> int:
     return value
 
 
-def checked_token_weight(who: str, hidden: Tensor, token_weight: Any) -> Tensor | None:
+def checked_token_weight(
+    who: str, hidden: Tensor, token_weight: Any, *, name: str = "hidden"
+) -> Tensor | None:
     """`token_weight` as [N] in a float dtype, or None when all tokens count the same; `require_weights` looks at
-    the values."""
+    the values. `name` is what the caller calls `hidden`."""
     if token_weight is None:
         return None
     count = hidden.shape[0]
@@ -186,7 +201,7 @@ def checked_token_weight(who: str, hidden: Tensor, token_weight: Any) -> Tensor 
         raise FxskipError(
             who, f"token_weight is {found}", hint=f"token_weight is [{count}], one number a token"
         )
-    require_same_device(who, hidden=hidden, token_weight=token_weight)
+    require_same_device(who, **{name: hidden, "token_weight": token_weight})
     if token_weight.requires_grad:
         raise FxskipError(
             who, "token_weight requires a gradient", hint="weights are constants: token_weight.detach()"
@@ -204,6 +219,12 @@ def require_weights(who: str, weight_N: Tensor | None) -> None:
         raise FxskipError(
             who, f"token_weight[{at}] is {float(weight_N[at])}", hint="weights are finite and 0 or more"
         )
+
+
+def require_denominator(who: str, denominator: Tensor) -> None:
+    """The value of a denominator that came as a tensor, or is a sum of weights; waits for the device."""
+    value = float(denominator)
+    require_positive(who, denominator=value)
 
 
 def as_scalar(denominator: Tensor | float, hidden: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
-"""The three usual ways to compute what `hidden_kl` computes: something to beat, and something to agree with.
+"""The three usual ways to compute what `hidden_kl` computes, to agree with; sparse_baselines.py has those to beat.
 
 They take the same arguments as `hidden_kl` (without beta) and give the same number. What they hold differs:
 
     dense_kl             several [N, V] float32 blocks between forward and backward
     forward_chunked_kl   several [chunk_tokens, V] blocks; the backward computes each chunk a second time and
                          adds up the gradient of the weight over chunks in its GEMM dtype
-    full_chunked_kl      several [chunk_tokens, V] blocks in the forward; after it only the gradients
+    full_chunked_kl      several [chunk_tokens, V] blocks: a first pass for the loss, and in the backward a second one
+                         that computes every chunk again for its gradient; the weight's is added up in its dtype
 """
 
 # N tokens, t tokens in one chunk, D width, V vocabulary
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fxskip.errors import FxskipError
-from fxskip.loss.arguments import KLOptions, checked_head, checked_pair, require_weights
+from fxskip.loss.arguments import KLOptions, checked_head, checked_pair, require_denominator, require_weights
 from fxskip.loss.engine import Rows
 from fxskip.loss.head import Head
 from fxskip.loss.products import accumulation_dtype
@@ -50,6 +51,8 @@ class KLInputs:
         pair = student_hidden, student_weight, teacher_hidden, teacher_weight
         reduction = checked_pair(who, *pair, **options)
         require_weights(who, reduction.weight_N)
+        if isinstance(reduction.denominator, Tensor):
+            require_denominator(who, reduction.denominator)
         after_gemm: dict[str, Any] = {
             "scale": options.get("scale", 1.0),
             "softcap": options.get("softcap"),
@@ -115,11 +118,11 @@ def full_chunked_kl(
     teacher_weight: Tensor,
     **options: Unpack[KLOptions],
 ) -> Tensor:
-    """A chunk at a time, forward and backward, by autograd; forms gradients even under no_grad."""
+    """A chunk at a time, in the forward and in the backward: no value of either is larger than a chunk's."""
     inputs = KLInputs.checked(
         "full_chunked_kl", student_hidden, student_weight, teacher_hidden, teacher_weight, **options
     )
-    loss: Tensor = GradientByChunks.apply(  # type: ignore[no-untyped-call]
+    loss: Tensor = TwoPasses.apply(  # type: ignore[no-untyped-call]
         student_hidden, student_weight, options.get("student_bias"), inputs
     )
     return loss
@@ -150,35 +153,34 @@ def chunk_kl(inputs: KLInputs, hidden_tD: Tensor, rows: Rows) -> Tensor:
         return (loss_t / inputs.denominator).sum()
 
 
-class GradientByChunks(torch.autograd.Function):
-    """Runs autograd on one chunk after the other inside the forward, and keeps only the gradients."""
-
+class TwoPasses(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, inputs: KLInputs
     ) -> Tensor:
-        arguments = [hidden_ND, weight_VD] if bias_V is None else [hidden_ND, weight_VD, bias_V]
-        wide = accumulation_dtype(hidden_ND.dtype)
-        total = torch.zeros((), dtype=wide, device=hidden_ND.device)
-        formed = [torch.zeros_like(argument, dtype=wide) for argument in arguments]
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V)
+        ctx.inputs = inputs
+        total = torch.zeros((), dtype=accumulation_dtype(hidden_ND.dtype), device=hidden_ND.device)
         for rows in row_chunks(len(hidden_ND), inputs.weight_N, inputs.chunk_tokens):
-            loss, d_hidden_tD, *d_head = chunk_gradients(inputs, hidden_ND[rows], rows)
-            total += loss
-            formed[0][rows] = d_hidden_tD.to(wide)
-            for sum_so_far, part in zip(formed[1:], d_head, strict=True):
-                sum_so_far += part
-        ctx.save_for_backward(*(f.to(a.dtype) for f, a in zip(formed, arguments, strict=True)))
+            total += chunk_kl(inputs, hidden_ND[rows], rows)
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        scaled = [saved * grad_output for saved in ctx.saved_tensors]
-        return *scaled, *[None] * (4 - len(scaled))
+    def backward(ctx: Any, d_loss: Tensor) -> Any:
+        inputs = ctx.inputs
+        hidden_ND, *head = (x for x in ctx.saved_tensors if x is not None)
+        d_hidden_ND, *d_head = (torch.zeros_like(argument) for argument in (hidden_ND, *head))
+        for rows in row_chunks(len(hidden_ND), inputs.weight_N, inputs.chunk_tokens):
+            d_hidden_tD, *parts = chunk_gradients(inputs, hidden_ND[rows], rows, d_loss)
+            d_hidden_ND[rows] = d_hidden_tD
+            for total, part in zip(d_head, parts, strict=True):
+                total += part.to(total.dtype)
+        return d_hidden_ND, *d_head, *[None] * (3 - len(d_head))
 
 
-def chunk_gradients(inputs: KLInputs, hidden_tD: Tensor, rows: Rows) -> list[Tensor]:
-    """Loss of a chunk, then its gradients by hidden, weight and bias (if any), on leaves made for it."""
+def chunk_gradients(inputs: KLInputs, hidden_tD: Tensor, rows: Rows, d_loss: Tensor) -> tuple[Tensor, ...]:
+    """A chunk's gradients by hidden, weight and bias (if any), on leaves made for it."""
     leaf_tD = hidden_tD.detach().requires_grad_()
     weight_VD = inputs.student.weight_VD.detach().requires_grad_()
     bias_V = None if inputs.student.bias_V is None else inputs.student.bias_V.detach().requires_grad_()
@@ -186,4 +188,4 @@ def chunk_gradients(inputs: KLInputs, hidden_tD: Tensor, rows: Rows) -> list[Ten
     with torch.enable_grad():
         loss = chunk_kl(replace(inputs, student=head), leaf_tD, rows)
         leaves = [leaf_tD, weight_VD] if bias_V is None else [leaf_tD, weight_VD, bias_V]
-        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+        return torch.autograd.grad(loss, leaves, d_loss)

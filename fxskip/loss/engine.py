@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxskip.loss.products import accumulation_dtype, multiply_into
+from fxskip.loss.products import accumulation_dtype, gradient_dtype, multiply_into
 
 # Rows of the buffer start at multiples of this many elements, whatever V is: GEMMs and kernels want alignment.
 ROW_ALIGNMENT = 128
@@ -57,7 +57,8 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Formed:
-    """loss [], and the gradients, None if not wanted; all but `hidden` in the accumulation dtype."""
+    """loss [], and the gradients, None if not wanted; `hidden` in `gradient_dtype`, the others in the accumulation
+    dtype."""
 
     loss: Tensor
     hidden: Tensor | None
@@ -100,7 +101,11 @@ def form(problem: Problem) -> Formed:
     make_sum = torch.empty_like if tokens else torch.zeros_like  # the first step overwrites
     formed = Formed(
         torch.zeros((), dtype=torch.float64, device=hidden_ND.device),
-        hidden_ND.new_empty(tokens, hidden_ND.shape[1]) if wanted.hidden else None,
+        torch.empty(
+            tokens, hidden_ND.shape[1], dtype=gradient_dtype(hidden_ND.dtype), device=hidden_ND.device
+        )
+        if wanted.hidden
+        else None,
         make_sum(weight_VD, dtype=wide, memory_format=torch.contiguous_format) if wanted.weight else None,
         weight_VD.new_zeros(len(weight_VD), dtype=wide) if wanted.bias else None,
     )

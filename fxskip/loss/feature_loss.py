@@ -1,4 +1,4 @@
-"""How far two models' hidden states lie apart: a loss beside the KL, formed over the same chunks of tokens."""
+"""How far two models' hidden states lie apart: a loss beside the KL, in a pass of its own over chunks of tokens."""
 
 # N tokens, t tokens in one chunk, D width
 
@@ -16,11 +16,12 @@ from fxskip.loss.arguments import (
     checked_denominator,
     checked_hidden,
     checked_token_weight,
+    require_denominator,
     require_same_device,
     require_weights,
 )
 from fxskip.loss.gradient_rules import register_gradient_rules, wanted_of
-from fxskip.loss.products import accumulation_dtype
+from fxskip.loss.products import accumulation_dtype, gradient_dtype
 
 Kind = Literal["mse", "cosine"]
 WHO = "feature_loss"
@@ -34,6 +35,7 @@ def feature_loss(
     token_weight: Tensor | None = None,
     denominator: float | Tensor | None = None,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    validate: bool = True,
 ) -> Tensor:
     """Weighted sum over tokens of a distance of hidden states, divided by `denominator`; float32 scalar.
 
@@ -43,6 +45,7 @@ def feature_loss(
                     gradient, where one of the two is 0
     token_weight, denominator
                     as in `hidden_kl`, to which this can be added with the same values
+    validate        checks the weights by value, for which the host waits
 
     Computed in float32 a chunk at a time. The gradient is formed in this call: it holds d hidden until the backward.
     """
@@ -57,7 +60,7 @@ def feature_loss(
         )
     if kind not in get_args(Kind):
         raise FxskipError(WHO, f"kind is {kind!r}", hint="kind is mse or cosine")
-    weight_N = checked_token_weight(WHO, student_hidden, token_weight)
+    weight_N = checked_token_weight(WHO, student_hidden, token_weight, name="student_hidden")
     loss: Tensor = feature_loss_operator(
         student_hidden,
         teacher_hidden.detach(),
@@ -68,6 +71,7 @@ def feature_loss(
         weight_N,
         as_scalar(checked_denominator(WHO, student_hidden, weight_N, denominator), student_hidden),
         checked_chunk(WHO, chunk_tokens),
+        validate,
     )[0]
     return loss
 
@@ -83,15 +87,19 @@ def feature_loss_operator(
     token_weight: Tensor | None,
     denominator: Tensor,
     chunk_tokens: int,
+    validate: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """In the shape that `register_gradient_rules` knows; the teacher stands where others have their weight."""
-    require_weights(who, token_weight)
+    if validate:
+        require_weights(who, token_weight)
+        require_denominator(who, denominator)
     distance = {"mse": squared_difference, "cosine": one_minus_cosine}[kind]
     wide = accumulation_dtype(hidden.dtype)
     loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
     d_hidden_ND = hidden.new_empty(0)
     if wanted[0]:
-        d_hidden_ND = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+        kept = gradient_dtype(hidden.dtype)
+        d_hidden_ND = torch.zeros_like(hidden, dtype=kept, memory_format=torch.contiguous_format)
     counted_n = None if token_weight is None else token_weight.nonzero().flatten()
     for start in range(0, len(hidden) if counted_n is None else len(counted_n), chunk_tokens):
         part = slice(start, start + chunk_tokens)
@@ -102,7 +110,7 @@ def feature_loss_operator(
         loss_t, gradient = distance(hidden[rows].to(wide), teacher_hidden[rows].to(wide))
         loss += (loss_t * share_t).sum(dtype=torch.float64)
         if wanted[0]:
-            d_hidden_ND[rows] = (gradient() * share_t[:, None]).to(hidden.dtype)
+            d_hidden_ND[rows] = (gradient() * share_t[:, None]).to(d_hidden_ND.dtype)
     return loss.to(wide), d_hidden_ND, hidden.new_empty(0), hidden.new_empty(0)
 
 

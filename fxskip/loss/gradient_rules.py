@@ -13,7 +13,7 @@ from torch._library.custom_ops import CustomOpDef
 from fxskip.errors import FxskipError
 from fxskip.loss.engine import Formed
 from fxskip.loss.implementation import obstacle_to_triton
-from fxskip.loss.products import accumulation_dtype
+from fxskip.loss.products import accumulation_dtype, gradient_dtype
 
 SCALE_BLOCK = 8192  # elements a program
 
@@ -56,7 +56,7 @@ def register_gradient_rules(operator: CustomOpDef) -> None:
         loss, (for_hidden, for_weight, for_bias) = hidden.new_empty((), dtype=wide), wanted
         return (
             loss,
-            gradient(hidden, hidden.dtype, for_hidden),
+            gradient(hidden, gradient_dtype(hidden.dtype), for_hidden),
             gradient(weight, wide, for_weight),
             gradient(bias, wide, for_bias),
         )

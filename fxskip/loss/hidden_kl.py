@@ -11,11 +11,13 @@ from fxskip.loss.arguments import (
     DEFAULT_CHUNK_TOKENS,
     as_scalar,
     checked_pair,
+    require_number,
     require_whole_number,
 )
 from fxskip.loss.gradient_rules import wanted_of
 from fxskip.loss.implementation import Implementation, checked_logits_dtype, chosen_implementation
 from fxskip.loss.operators import hidden_kl_operator
+from fxskip.loss.vocabulary import name_of
 
 WHO = "hidden_kl"
 
@@ -67,7 +69,7 @@ def hidden_kl(
     bfloat16 "triton", 4 and a few more blocks for "torch"), d weight in float32, d hidden. Can be differentiated
     once.
     """
-    if not 0.0 <= beta <= 1.0:
+    if not 0.0 <= require_number(WHO, "beta", beta) <= 1.0:
         raise FxskipError(WHO, f"beta is {beta}", hint="0.0 is forward KL, 1.0 reverse KL, between a mixture")
     reduction = checked_pair(
         WHO,
@@ -84,28 +86,28 @@ def hidden_kl(
         scale=scale,
         softcap=softcap,
     )
-    chosen = chosen_implementation(WHO, implementation, student_hidden, scale)
+    chosen = chosen_implementation(WHO, implementation, student_hidden, scale, teacher_hidden)
     loss: Tensor = hidden_kl_operator(
         student_hidden,
         student_weight,
         student_bias,
-        wanted_of(student_hidden, student_weight, student_bias),
-        WHO,
-        teacher_hidden.detach(),
-        teacher_weight.detach(),
-        None if teacher_bias is None else teacher_bias.detach(),
-        reduction.weight_N,
-        as_scalar(reduction.denominator, student_hidden),
-        float(beta),
-        float(scale),
-        None if softcap is None else float(softcap),
-        float(temperature),
-        vocabulary,
-        reduction.chunk_tokens,
-        require_whole_number(WHO, "accumulate", accumulate),
-        checked_logits_dtype(WHO, logits_dtype, student_hidden, chosen),
-        "" if group is None else group.group_name,
-        chosen,
-        validate,
+        wanted=wanted_of(student_hidden, student_weight, student_bias),
+        who=WHO,
+        teacher_hidden=teacher_hidden.detach(),
+        teacher_weight=teacher_weight.detach(),
+        teacher_bias=None if teacher_bias is None else teacher_bias.detach(),
+        token_weight=reduction.weight_N,
+        denominator=as_scalar(reduction.denominator, student_hidden),
+        beta=float(beta),
+        scale=float(scale),
+        softcap=None if softcap is None else float(softcap),
+        temperature=float(temperature),
+        vocabulary=None if vocabulary is None else require_whole_number(WHO, "vocabulary", vocabulary),
+        chunk_tokens=reduction.chunk_tokens,
+        accumulate=require_whole_number(WHO, "accumulate", accumulate),
+        logits_dtype=checked_logits_dtype(WHO, logits_dtype, student_hidden, chosen),
+        group=name_of(WHO, group),
+        implementation=chosen,
+        validate=validate,
     )[0]
     return loss

@@ -16,7 +16,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def chosen_implementation(
-    who: str, implementation: str, hidden: Tensor, scale: float
+    who: str, implementation: str, hidden: Tensor, scale: float, teacher_hidden: Tensor | None = None
 ) -> Literal["triton", "torch"]:
     """ "triton" or "torch". "auto" is Triton on CUDA and PyTorch elsewhere; where CUDA tensors cannot have the
     kernels, "auto" says why in a warning and "triton" raises."""
@@ -28,7 +28,7 @@ def chosen_implementation(
         )
     if implementation == "auto" and not hidden.is_cuda:
         return "torch"
-    obstacle = obstacle_to_triton(hidden, scale)
+    obstacle = obstacle_to_triton(hidden, scale) or other_dtype(hidden, teacher_hidden)
     if obstacle is None:
         return "triton"
     if implementation == "triton":
@@ -52,6 +52,13 @@ def obstacle_to_triton(hidden: Tensor, scale: float) -> str | None:
     return None
 
 
+def other_dtype(hidden: Tensor, teacher_hidden: Tensor | None) -> str | None:
+    """The kernels compare logits of one dtype; products of another one would need copies of a chunk and of the head."""
+    if teacher_hidden is None or teacher_hidden.dtype == hidden.dtype:
+        return None
+    return f"student_hidden is {hidden.dtype} and teacher_hidden {teacher_hidden.dtype}; with one dtype the kernels can"
+
+
 def is_interpreted() -> bool:
     """Triton runs its kernels in Python, one program after the other: the switch is read when they are defined."""
     if not HAS_TRITON:
@@ -68,11 +75,14 @@ def checked_logits_dtype(
     if logits_dtype is None:
         return None
     wide = accumulation_dtype(hidden.dtype)
-    allowed = (wide,) if implementation == "torch" else tuple({hidden.dtype, wide})
+    allowed = [wide]
+    if implementation == "triton" and hidden.dtype != wide:
+        allowed = [hidden.dtype, wide]
     if logits_dtype not in allowed:
         raise FxskipError(
             who,
             f"logits_dtype is {logits_dtype}, hidden {hidden.dtype}, implementation {implementation!r}",
             hint=f"logits_dtype is None or {' or '.join(map(str, allowed))}",
         )
-    return wide if logits_dtype == wide else hidden.dtype  # the parameter is Any
+    found: torch.dtype = logits_dtype
+    return found

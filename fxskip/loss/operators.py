@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxskip.loss.arguments import require_weights
+from fxskip.loss.arguments import require_denominator, require_weights
 from fxskip.loss.engine import Chunking, Problem, RowLoss, Wanted, form
 from fxskip.loss.gradient_rules import Results, as_results, register_gradient_rules
 from fxskip.loss.head import Head
 from fxskip.loss.hidden_rows import OnlineTarget, TorchPairs
 from fxskip.loss.products import accumulation_dtype, gemm_operand
 from fxskip.loss.sparse_rows import SparseTarget, TorchRows
+from fxskip.loss.tails import TAILS
 from fxskip.loss.teacher_rows import TeacherRows
 from fxskip.loss.vocabulary import Shard, group_of, shard_of
 
@@ -47,10 +48,12 @@ def sparse_kl_operator(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     # The dtypes are chosen here; an autocast region around the call would choose others.
     with torch.autocast(hidden.device.type, enabled=False):
-        shard = shard_of(who, weight, vocabulary, group_of(group), hidden, validate=validate)
+        same = alike(hidden, token_weight, wanted, chunk_tokens, accumulate) | {"tail": TAILS.index(tail)}
+        shard = shard_of(who, weight, vocabulary, group_of(group), same, validate=validate)
         teacher = TeacherRows(ids, logp, counts)
         if validate:
             require_weights(who, token_weight)
+            require_denominator(who, denominator)
             teacher.require_valid(who, shard.vocabulary, token_weight)
         operand_VD = operand(weight, hidden, implementation)[: shard.columns]
         head = Head(operand_VD, cut(bias, shard), scale, softcap, temperature)
@@ -92,9 +95,11 @@ def hidden_kl_operator(
     validate: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with torch.autocast(hidden.device.type, enabled=False):
-        shard = shard_of(who, weight, vocabulary, group_of(group), hidden, validate=validate)
+        same = alike(hidden, token_weight, wanted, chunk_tokens, accumulate) | {"beta": beta}
+        shard = shard_of(who, weight, vocabulary, group_of(group), same, validate=validate)
         if validate:
             require_weights(who, token_weight)
+            require_denominator(who, denominator)
         operand_VD = operand(weight, hidden, implementation)[: shard.columns]
         # A head that both share is cast once.
         is_cast = is_same(weight, teacher_weight) and teacher_hidden.dtype == hidden.dtype
@@ -134,6 +139,22 @@ def formed(
     counted_n = None if token_weight is None else token_weight.nonzero().flatten()
     problem = Problem(row_loss, hidden, operand_VD, counted_n, Wanted(*wanted), chunking, group)
     return as_results(form(problem), hidden, weight, bias)
+
+
+def alike(
+    hidden: Tensor, token_weight: Tensor | None, wanted: list[bool], chunk_tokens: int, accumulate: int
+) -> dict[str, float | Tensor]:
+    """What decides which exchanges a rank of a vocabulary group takes part in."""
+    tokens, width = hidden.shape
+    return {
+        "tokens of hidden": tokens,
+        "width of hidden": width,
+        "number of tokens with a weight": tokens if token_weight is None else token_weight.count_nonzero(),
+        "hidden.requires_grad": wanted[0],
+        "a gradient of anything": any(wanted),
+        "chunk_tokens": chunk_tokens,
+        "accumulate": accumulate,
+    }
 
 
 def cut(bias: Tensor | None, shard: Shard) -> Tensor | None:

@@ -9,6 +9,12 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of d hidden until the backward scales it: float16 has no room below for what a large denominator leaves, and a
+    gradient scaler comes only then."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 def gemm_operand(matrix: Tensor) -> Tensor:
     """`matrix` in a dtype whose products can be had in the accumulation dtype.
 

@@ -21,6 +21,7 @@ from fxskip.loss.implementation import Implementation, checked_logits_dtype, cho
 from fxskip.loss.operators import sparse_kl_operator
 from fxskip.loss.tails import Tail, checked_tail
 from fxskip.loss.teacher_rows import checked_teacher
+from fxskip.loss.vocabulary import name_of
 
 WHO = "sparse_kl"
 
@@ -72,9 +73,9 @@ def sparse_kl(
     group           each rank holds consecutive rows of the head in rank order, and the same hidden states and
                     teacher. Loss and d hidden are those of the whole vocabulary, the same on all ranks; the parts
                     of d hidden are added up in the dtype of `hidden`
-    logits_dtype    "triton" only: torch.float32 keeps the logits of bfloat16 inputs in float32, for twice the memory
-                    of a chunk and more time. Worth it where the student is close to the teacher: rounding
-                    logits to bfloat16 adds an error of about a hundredth to q, and q - p is not larger there
+    logits_dtype    for "triton", since "torch" has float32 anyway: torch.float32 keeps the logits of bfloat16 inputs in
+                    float32, for twice the memory of a chunk and more time. Worth it where the student is close to the
+                    teacher: in bfloat16 a logit z is off by up to |z| / 256, and q by that fraction of itself
     implementation  "triton": CUDA, bfloat16 or float32. "torch": anywhere; logits in float32. "auto": "triton" on
                     CUDA, with a warning where that cannot run, else "torch"
     validate        checks ids, logp, counts, weights and the group's shards by value, for which the host waits.
@@ -94,23 +95,23 @@ def sparse_kl(
         hidden,
         weight,
         bias,
-        wanted_of(hidden, weight, bias),
-        WHO,
-        teacher.ids,
-        teacher.logp,
-        teacher.counts,
-        weight_N,
-        as_scalar(checked_denominator(WHO, hidden, weight_N, denominator), hidden),
-        float(scale),
-        None if softcap is None else float(softcap),
-        float(temperature),
-        checked_tail(WHO, tail),
-        vocabulary,
-        checked_chunk(WHO, chunk_tokens),
-        require_whole_number(WHO, "accumulate", accumulate),
-        checked_logits_dtype(WHO, logits_dtype, hidden, chosen),
-        "" if group is None else group.group_name,
-        chosen,
-        validate,
+        wanted=wanted_of(hidden, weight, bias),
+        who=WHO,
+        ids=teacher.ids,
+        logp=teacher.logp,
+        counts=teacher.counts,
+        token_weight=weight_N,
+        denominator=as_scalar(checked_denominator(WHO, hidden, weight_N, denominator), hidden),
+        scale=float(scale),
+        softcap=None if softcap is None else float(softcap),
+        temperature=float(temperature),
+        tail=checked_tail(WHO, tail),
+        vocabulary=None if vocabulary is None else require_whole_number(WHO, "vocabulary", vocabulary),
+        chunk_tokens=checked_chunk(WHO, chunk_tokens),
+        accumulate=require_whole_number(WHO, "accumulate", accumulate),
+        logits_dtype=checked_logits_dtype(WHO, logits_dtype, hidden, chosen),
+        group=name_of(WHO, group),
+        implementation=chosen,
+        validate=validate,
     )[0]
     return loss

@@ -24,7 +24,12 @@ import torch
 from torch import Tensor
 
 from fxskip.errors import FxskipError
-from fxskip.loss.arguments import checked_denominator, checked_token_weight, require_weights
+from fxskip.loss.arguments import (
+    checked_denominator,
+    checked_token_weight,
+    require_denominator,
+    require_weights,
+)
 from fxskip.loss.teacher_rows import TeacherRows, require_logp
 
 Tail = Literal["truncated", "ghost", "renormalised", "subset"]
@@ -107,12 +112,14 @@ def truncated_minimum(
     """
     who = "truncated_minimum"
     require_logp(who, logp, counts, None)
-    weight_N = checked_token_weight(who, logp, token_weight)
+    weight_N = checked_token_weight(who, logp, token_weight, name="logp")
     total = checked_denominator(who, logp, weight_N, denominator)
     # M does not depend on which tokens they are.
     teacher = TeacherRows(torch.zeros_like(logp, dtype=torch.int64), logp, counts)
     if validate:
         require_weights(who, weight_N)
+        if isinstance(total, Tensor):
+            require_denominator(who, total)
         teacher.require_valid(who, 1, weight_N)
     mass_N = teacher.p(torch.float64).sum(dim=-1)
     lowest_N = torch.xlogy(mass_N, mass_N)

@@ -62,6 +62,8 @@ class TeacherRows:
         }
         if self.counts is not None:
             wrong["counts"] = (self.counts < 0) | (self.counts > self.ids.shape[1])
+            if weight_N is not None:
+                wrong["counts"] &= weight_N > 0
         flags = torch.stack([bad.any() for bad in wrong.values()]).tolist()
         for name, is_wrong in zip(wrong, flags, strict=True):
             if is_wrong:
@@ -91,7 +93,7 @@ class TeacherRows:
         return FxskipError(
             who,
             f"the probabilities of row {place} of logp add up to {mass:.6g}",
-            hint="logp are log-probabilities over the whole vocabulary, not logits, and a token counts once",
+            hint="logp are log-probabilities over the whole vocabulary, not logits; those of equal ids are added",
         )
 
 

@@ -2,6 +2,7 @@
 
 # V columns of this rank that are tokens, D width
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,22 +44,38 @@ def group_of(name: str) -> dist.ProcessGroup | None:
     return resolve(name) if name else None  # type: ignore[arg-type] # a str to older versions
 
 
+def name_of(who: str, group: object) -> str:
+    """What operators call `group`; "" for None."""
+    if group is None:
+        return ""
+    if not isinstance(group, dist.ProcessGroup):
+        raise FxskipError(
+            who,
+            f"group is a {type(group).__name__}",
+            hint="a ProcessGroup (mesh.get_group() of a DeviceMesh), or None",
+        )
+    return str(group.group_name)
+
+
 def shard_of(
     who: str,
     weight: Tensor,
     vocabulary: int | None,
     group: dist.ProcessGroup | None,
-    hidden: Tensor,
+    same: Mapping[str, float | Tensor],
     *,
     validate: bool,
 ) -> Shard:
     """Where this rank's rows of the head lie. With `validate` the ranks tell one another what they hold, and the host
-    waits for it; without, all are taken to hold as many rows as this one."""
+    waits for it; without, all are taken to hold as many rows as this one.
+
+    same   what all ranks must have alike, by the name of the argument, numbers or tensors []
+    """
     rows = weight.shape[0]
     if group is None:
         total, first = rows, 0
     elif validate:
-        sizes = agreed_sizes(who, weight, hidden, group)
+        sizes = agreed_sizes(who, weight, {**same, "vocabulary": vocabulary or 0}, group)
         total, first = sum(sizes), sum(sizes[: group.rank()])
     else:
         total, first = rows * group.size(), rows * group.rank()
@@ -73,17 +90,25 @@ def shard_of(
     return Shard(group, first, min(max(tokens - first, 0), rows), tokens)
 
 
-def agreed_sizes(who: str, weight: Tensor, hidden: Tensor, group: dist.ProcessGroup) -> list[int]:
-    """Rows of each rank's weight; the ranks agree on the tokens and on the width."""
-    mine = torch.tensor([len(weight), *hidden.shape], device=weight.device)
+def agreed_sizes(
+    who: str, weight: Tensor, same: Mapping[str, float | Tensor], group: dist.ProcessGroup
+) -> list[int]:
+    """Rows of each rank's weight. Where ranks differ in the rest they would wait for each other, or add up parts of
+    different losses."""
+    mine = torch.stack(
+        [
+            torch.as_tensor(value, dtype=torch.float64, device=weight.device)
+            for value in (len(weight), *same.values())
+        ]
+    )
     every, work = all_gather(mine, group)
     work.wait()
-    sizes, tokens, widths = every.T.tolist()
-    for name, values in (("tokens", tokens), ("width", widths)):
+    sizes, *others = every.T.tolist()
+    for name, values in zip(same, others, strict=True):
         if len(set(values)) > 1:
             raise FxskipError(
                 who,
-                f"hidden differs over the ranks of group: {name} are {values}",
-                hint="every rank of a vocabulary group has the same hidden states",
+                f"the ranks of group differ: {name} is {', '.join(f'{value:g}' for value in values)}",
+                hint="every rank of a vocabulary group has the same tokens and options, and its own rows of the head",
             )
-    return list(sizes)
+    return [int(size) for size in sizes]

@@ -15,13 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fxskip.collectives.all_to_all import split_evenly
+from fxskip.collectives.copy_engine import connect_devices
 from fxskip.collectives.cut_linear import Cut, cut_linear
+from fxskip.collectives.peer_memory import require_device_mesh
 from fxskip.errors import PassError
 from fxskip.leaves import holds_experts, make_leaf
 from fxskip.parallel import EXPERT, TENSOR, ExpertStack, Ranks, RegionParallel
 from fxskip.runtime.regions import Region
 from fxskip.runtime.same_everywhere import require_same_everywhere
-from fxskip.schedule.hardware import DEFAULT_HARDWARE, hardware_names, load_hardware
+from fxskip.schedule.hardware import DEFAULT_HARDWARE, Transport, hardware_names, load_hardware
 from fxskip.spec import Runtime, Schedule, Spec
 
 
@@ -50,6 +52,8 @@ def spread(
     for path, layer in layers.items():
         for inner in found[path]:
             _require_stacks(layer.get_submodule(inner), common.ranks, f"module {path}.{inner}")
+    if common.transport == "copy_engine":
+        connect_devices(mesh[common.expert_axis])
     following = [*list(layers.values())[1:], None]
     for (path, layer), after in zip(layers.items(), following, strict=True):
         assert isinstance(layer, Region)
@@ -72,8 +76,10 @@ def _common(spec: Spec, mesh: DeviceMesh) -> RegionParallel:
         mode = "reference"
     sizes, axis, hardware = axes(spec), expert_axis(spec), _hardware_here()
     ranks = sizes[axis] if axis else 1
-    transport: Literal["nccl", "nccl_network", "gloo"] = "gloo"
-    if dist.get_backend(mesh[next(iter(sizes))].get_group()) == "nccl":
+    transport: Transport | Literal["gloo"] = "gloo"
+    if _transport(spec) == "copy_engine":
+        transport = "copy_engine"
+    elif dist.get_backend(mesh[next(iter(sizes))].get_group()) == "nccl":
         transport = "nccl" if max(sizes.values()) <= load_hardware(hardware).domain.gpus else "nccl_network"
     return RegionParallel(
         (),
@@ -162,15 +168,33 @@ def make_mesh(spec: Spec, mesh: DeviceMesh | None = None) -> DeviceMesh:
                 "Ellipsis", "..."
             ),
         )
-    transport = (spec.runtime or Runtime()).transport
+    transport = _transport(spec)
     backends = {dist.get_backend(mesh[axis].get_group()) for axis in sizes}
-    if transport != "auto" and backends != {transport}:
+    if transport == "copy_engine":
+        _require_rows_to_copy(spec)
+        require_device_mesh(mesh)
+    elif transport != "auto" and backends != {transport}:
         raise PassError(
             "parallelize",
             f"runtime.transport: {transport}, and the process group runs over {', '.join(sorted(backends))}",
             hint=f"init_process_group({transport!r}), or leave runtime.transport out",
         )
     return mesh
+
+
+def _transport(spec: Spec) -> str:
+    """What the spec says that moves the bytes. "auto" is the process group's backend."""
+    return (spec.runtime or Runtime()).transport
+
+
+def _require_rows_to_copy(spec: Spec) -> None:
+    expert = spec.parallel.expert if spec.parallel else None
+    if expert is None or expert.size == 1 or expert.exchange != "all_to_all":
+        raise PassError(
+            "parallelize",
+            "runtime.transport: copy_engine moves rows between experts, and this spec only adds up over ranks",
+            hint="parallel: {expert: {size: 2, exchange: all_to_all}}, or leave runtime.transport out",
+        )
 
 
 def _mesh_over_all(sizes: Mapping[str, int]) -> DeviceMesh:

@@ -18,8 +18,8 @@ def kernels_of(step: Callable[[Callable[[], None]], None]) -> tuple[Kernel, ...]
     step    runs, and calls what it is given at the end of the forward and of the backward: the device is waited for
             there, so that each kernel belongs to one of the two
 
-    NCCL kernels and copies between GPUs communicate; other copies and fills are neither that nor compute, and are left
-    out. The time of an NCCL kernel includes its wait for the other ranks.
+    NCCL kernels, copies between GPUs and the meetings before these communicate; other copies and fills are neither that
+    nor compute, and are left out. The time of an NCCL kernel, or of a meeting, includes its wait for the other ranks.
     """
 
     def phase_ends() -> None:
@@ -55,7 +55,7 @@ def read_events(events: Iterable[Any]) -> tuple[Kernel, ...]:
 def kind(name: str) -> str:
     """What a piece of work of a GPU is, by its name: "communication", "compute", or "" for neither."""
     low = name.lower()
-    if "nccl" in low or low.startswith(("memcpy ptop", "memcpy peer")):
+    if "nccl" in low or "symmetric_memory" in low or low.startswith(("memcpy ptop", "memcpy peer")):
         return "communication"
     if low.startswith(("memcpy", "memset")):
         return ""

@@ -40,7 +40,8 @@ def test_the_table():
         "trace": {"forward": phase, "backward": phase | {"coincidence": 0.85}, "step": phase},
     }
     report = {
-        "what": "two ranks", "layers": 8, "micro_batch": 2, "tokens": 4096, "link": "default", "costs": "roofline",
+        "what": "two ranks", "layers": 8, "micro_batch": 2, "tokens": 4096, "link": "default",
+        "transport": "auto", "costs": "roofline",
         "tiny": False, "failed": "rank 1: it broke",
         "real routing, real data": {"farskip": own, "stock": {k: v for k, v in own.items() if k != "trace"}},
         "routing in turn, real data": {"farskip": own | {"as it is": mode(80.0)}},

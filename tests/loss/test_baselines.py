@@ -76,3 +76,9 @@ def test_dense_has_a_second_derivative_and_no_chunks():
     assert torch.autograd.gradgradcheck(lambda h, w: dense_kl(h, w, *constants), case.student)
     with pytest.raises(FxskipError, match="dense_kl: chunk_tokens is given"):
         dense_kl(*case.arguments, chunk_tokens=4)
+
+
+@pytest.mark.parametrize(**BY_NAME)
+def test_an_unknown_argument_is_refused(form):
+    with pytest.raises((FxskipError, TypeError), match="tempreature"):
+        form(*Case().arguments, tempreature=9.0)

@@ -53,3 +53,12 @@ def test_bad_labels_are_named(labels, message):
     hidden, weight, _ = seeded()
     with pytest.raises(FxskipError, match=message):
         cross_entropy(hidden, weight, labels.to(DEVICE))
+
+
+def test_compiled_with_its_checks():
+    hidden, weight = torch.randn(5, 4), torch.randn(7, 4, requires_grad=True)
+    labels = torch.tensor([0, -100, 6, 3, 2])
+    compiled = torch.compile(cross_entropy, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(hidden, weight, labels), cross_entropy(hidden, weight, labels))
+    with pytest.raises(FxskipError, match=r"cross_entropy: labels\[2\] is 7"):
+        compiled(hidden, weight, labels.masked_fill(labels == 6, 7))

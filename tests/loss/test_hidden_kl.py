@@ -252,3 +252,29 @@ def test_compiled_and_checkpointed():
     )
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_a_teacher_of_another_dtype():
+    """The kernels take one dtype; plain PyTorch any, and the formula decides."""
+    case = Case()
+    student, head, hidden, weight = case.arguments
+    wide = hidden.double(), weight.double()
+    assert torch.allclose(hidden_kl(student, head, *wide).double(), case.expected()[0], rtol=1e-5)
+    with pytest.raises(FxskipError, match="teacher_hidden torch.float64; with one dtype the kernels can"):
+        hidden_kl(student, head, *wide, implementation="triton")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("beta", None),
+        ("temperature", None),
+        ("scale", "x"),
+        ("denominator", "3"),
+        ("vocabulary", 5.0),
+        ("group", "x"),
+    ],
+)
+def test_a_wrong_type_is_named(name, value):
+    with pytest.raises(FxskipError, match=f"hidden_kl: {name} is"):
+        hidden_kl(*Case().arguments, **{name: value})

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fxskip.errors import FxskipError
 from fxskip.loss import hidden_kl, sparse_kl
 from fxskip.loss.sparse_baselines import dense_sparse_kl, forward_chunked_sparse_kl, full_chunked_sparse_kl
+from fxskip.loss.tails import TAILS
 from tests.loss.formulas import Case
 from tests.loss.sparse_formulas import loss_and_gradients
 from tests.loss.test_sparse_kl import COUNTS, WEIGHTS, D, K, N, Sparse, V, assert_close, has_triton
@@ -160,8 +161,21 @@ def wrong_shards_are_refused(rank: int) -> None:
     with pytest.raises(FxskipError, match="vocabulary is 51, and weight has 50 rows on 2 ranks"):
         sparse_kl(torch.zeros(N, D), shard, ids, logp, vocabulary=V + 1, group=dist.group.WORLD)
     tokens = N - rank
-    with pytest.raises(FxskipError, match=r"hidden differs over the ranks of group: tokens are \[13, 12\]"):
+    with pytest.raises(FxskipError, match="the ranks of group differ: tokens of hidden is 13, 12"):
         sparse_kl(torch.zeros(tokens, D), shard, ids[:tokens], logp[:tokens], group=dist.group.WORLD)
+    arguments = torch.zeros(N, D), shard, ids, logp
+    different = (
+        ({"chunk_tokens": 4 + rank}, "chunk_tokens is 4, 5"),
+        ({"token_weight": torch.ones(N).index_fill(0, torch.arange(rank), 0.0)}, "weight is 13, 12"),
+        ({"tail": TAILS[rank]}, "tail is 0, 1"),
+        ({"vocabulary": V - rank}, "vocabulary is 50, 49"),
+    )
+    for options, found in different:
+        with pytest.raises(FxskipError, match=found):
+            sparse_kl(*arguments, **options, group=dist.group.WORLD)
+    wanted = torch.zeros(N, D, requires_grad=rank == 0)
+    with pytest.raises(FxskipError, match=r"hidden\.requires_grad is 1, 0"):
+        sparse_kl(wanted, *arguments[1:], group=dist.group.WORLD)
 
 
 @pytest.mark.distributed

@@ -503,3 +503,28 @@ def test_the_kernels_are_not_replaced_when_they_are_asked_for(dtype, scale, obst
     case = Sparse(dtype=dtype, options={"scale": scale})
     with pytest.raises(FxskipError, match=f"implementation='triton' cannot run: {obstacle}"):
         case.call(implementation="triton")
+
+
+def test_float16_gradients_under_a_large_denominator():
+    """A gradient scaler acts in the backward: until then d hidden must not have lost its small numbers."""
+    case = Sparse(options={"denominator": 1e6})
+    hidden, weight = (leaf.detach().half().requires_grad_() for leaf in case.leaves)
+    loss = sparse_kl(hidden, weight, case.ids, case.logp, denominator=1e6, implementation="torch")
+    got = torch.autograd.grad(65536.0 * loss, (hidden, weight))
+    right = loss_and_gradients("truncated", [hidden, weight], case.ids, case.logp, denominator=1e6)[1:]
+    for value, exact in zip(got, right, strict=True):
+        assert value.dtype == torch.float16
+        assert relative_error(value, 65536.0 * exact) < 1e-3
+
+
+def test_counts_of_rows_that_do_not_count():
+    case = Sparse(options={"token_weight": WEIGHTS, "counts": COUNTS})
+    expected = case.outcome()
+    case.options["counts"] = COUNTS.masked_fill(WEIGHTS == 0, 9)
+    assert all(torch.equal(a, b) for a, b in zip(case.outcome(), expected, strict=True))
+
+
+@pytest.mark.parametrize("denominator", [0.0, -2.0, math.nan])
+def test_the_value_of_a_denominator_is_checked(denominator):
+    with pytest.raises(FxskipError, match=f"sparse_kl: denominator is {denominator}"):
+        Sparse(options={"denominator": torch.tensor(denominator)}).call()

@@ -137,6 +137,11 @@ def test_kernels_come_before_what_the_host_saw():
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "communication"),
         ("ncclKernel_AllReduce_RING_LL_Sum_bf16", "communication"),
         ("Memcpy PtoP (Device -> Device)", "communication"),
+        (
+            "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)",
+            "communication",
+        ),
+        ("Memcpy DtoD (Device -> Device)", ""),
         ("Memcpy DtoH (Device -> Pinned)", ""),
         ("Memset (Device)", ""),
         ("nvjet_tst_128x256_64x4_2x1_v_bz_TNT", "compute"),

@@ -187,7 +187,7 @@ def test_several_processes_without_a_group() -> None:
 
 
 def test_what_no_stage_does_yet_is_refused() -> None:
-    section = {"parallel": {"expert": {"size": 2}}, "runtime": {"transport": "copy_engine"}}
+    section = {"parallel": {"expert": {"size": 2}}, "runtime": {"lower": "inductor"}}
     assert "has no stage for" in refusal(tiny("mixtral"), {**FARSKIP.spec, **section}, fxskip.PassError)
 
 
