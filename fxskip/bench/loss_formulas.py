@@ -1,7 +1,6 @@
 """What the losses are to give, in float64 by autograd from dense logits: nothing of `fxskip.loss` is in it.
 
-The product of the head, and the gradient that d bias is the sum of, can be rounded on the way, to see what that alone
-does to the results. (d hidden and d weight are of a rounded gradient in plain PyTorch too.)
+The product of the head can be rounded on the way, to see what that alone does to the results.
 """
 
 # N tokens, V vocabulary, K entries of a teacher row
@@ -29,10 +28,7 @@ class Head:
         if rounded_to is not None:
             z_NV = z_NV + (z_NV.detach().to(rounded_to).double() - z_NV.detach())
         if bias is not None:
-            bias_NV = bias.double().expand_as(z_NV)
-            if rounded_to is not None and bias.requires_grad:
-                bias_NV.register_hook(lambda gradient_NV: gradient_NV.to(rounded_to).double())
-            z_NV = z_NV + bias_NV
+            z_NV = z_NV + bias.double()
         z_NV = self.scale * z_NV
         if self.softcap is not None:
             z_NV = self.softcap * torch.tanh(z_NV / self.softcap)
