@@ -15,10 +15,15 @@ from typing import Any
 
 import torch
 
+from fxskip.bench.goals import print_verdicts, verdicts
 from fxskip.bench.loss_errors import error_rows
+from fxskip.bench.loss_goals import ONE_GPU
 from fxskip.bench.loss_inputs import (
     FLOOR,
+    FOUR_FLOOR,
     FULL,
+    HALF_MASKED,
+    LEAN,
     Inputs,
     Setting,
     draw_inputs,
@@ -26,7 +31,7 @@ from fxskip.bench.loss_inputs import (
     three_products,
     tiny,
 )
-from fxskip.bench.loss_others import liger_jsd, liger_kl
+from fxskip.bench.loss_others import compiled_dense, liger_jsd, liger_kl, torch_cross_entropy
 from fxskip.bench.loss_sweep import sweep
 from fxskip.bench.measure import (
     Work,
@@ -41,23 +46,31 @@ from fxskip.bench.measure import (
 from fxskip.loss import hidden_kl, sparse_kl
 from fxskip.loss.sparse_baselines import dense_sparse_kl, forward_chunked_sparse_kl, full_chunked_sparse_kl
 
+COMPILED = "dense_sparse_kl under torch.compile"
+LABELS = "F.linear_cross_entropy, of labels"
+LIGER = "Liger fused linear KL, dense target"
 unchecked_kl = partial(sparse_kl, validate=False, implementation="triton")
 
 
 def run(out: Path, parts: list[str], *, is_tiny: bool = False) -> None:
     """Runs `parts` (of PARTS), printing each as it ends; `out` is rewritten after each.
 
-    What fails is in the report with its message, and the rest runs; FxskipError at the end lists it.
+    What fails is in the report with its message, and the rest runs; FxskipError at the end lists it. `goals` in the
+    report and at the end of the output are the verdicts on what ran.
     """
     setting = tiny() if is_tiny else FULL
-    report: dict[str, Any] = environment() | {"tiny": is_tiny}
+    report: dict[str, Any] = environment() | {"tiny": is_tiny, "width": setting.width, "dtype": "bfloat16"}
     started = time.monotonic()
+    done: list[str] = []
     for part in parts:
         report[part] = attempted(partial(PARTS[part], setting))
+        done.append(part)
+        report["goals"] = verdicts(ONE_GPU, report, done)
         torch.cuda.empty_cache()
         out.write_text(json.dumps(report, indent=1))
         print(f"[{part} done after {time.monotonic() - started:.0f} s]", flush=True)
-    require_no_failures(report)
+    print_verdicts(report["goals"], is_tiny=is_tiny)
+    require_no_failures(report, who="bench loss", repeat="repeat a part with --part")
 
 
 def table(
@@ -65,70 +78,65 @@ def table(
     setting: Setting,
     inputs: Inputs,
     variants: Mapping[str, Work],
+    comparisons: Mapping[str, Work],
     *,
     rounds: int,
     floor: str = FLOOR,
-) -> Any:
+) -> dict[str, Any]:
+    """`times` of variants and comparisons, as `measure` says; each is named in one of them."""
     tokens, vocabulary = len(inputs.hidden), len(inputs.weight)
-    measured = measure(variants, rounds=min(rounds, setting.rounds))
+    measured = measure(variants, comparisons, rounds=min(rounds, setting.rounds))
     print_rows(f"{title}: V={vocabulary}, {tokens} tokens", measured, floor=floor, tokens=tokens)
-    return {"vocabulary": vocabulary, "tokens": tokens, "variants": as_json(measured)}
+    size = {
+        "vocabulary": vocabulary,
+        "tokens": tokens,
+        "bytes_of_a_state": inputs.hidden[0].numel() * inputs.hidden.element_size(),
+    }
+    return {"times": size | {"variants": as_json(measured)}}
 
 
-def middle(setting: Setting) -> Any:
+def v65536_32k(setting: Setting) -> dict[str, Any]:
     inputs = draw_inputs(setting, 32768, 65536)
     half = torch.zeros(len(inputs.hidden), device=setting.device)
     half[::2] = 1.0
-    variants = {FLOOR: three_products(inputs)} | ours(inputs) | baselines(inputs)
-    variants["sparse_kl, half of the tokens masked"] = inputs.chunked(unchecked_kl, token_weight=half)
-    return times_and_kernels("middle", setting, inputs, variants, rounds=10)
+    variants = {FLOOR: three_products(inputs)} | ours(inputs)
+    variants[HALF_MASKED] = inputs.chunked(unchecked_kl, token_weight=half)
+    found = table("medium vocabulary", setting, inputs, variants, baselines(inputs), rounds=10)
+    return found | kernels(inputs)
 
 
-def large(setting: Setting) -> Any:
+def v131072_32k(setting: Setting) -> dict[str, Any]:
     inputs = draw_inputs(setting, 32768, 131072)
-    variants = {FLOOR: three_products(inputs)} | ours(inputs) | baselines(inputs)
-    variants["Liger fused linear KL, dense target"] = liger_kl(inputs)
-    variants["Liger fused linear KL, float32 d weight"] = liger_kl(inputs, accumulate_in=torch.float32)
-    return times_and_kernels("large", setting, inputs, variants, rounds=8)
+    variants = {FLOOR: three_products(inputs)} | ours(inputs)
+    compared = baselines(inputs) | {LIGER: liger_kl(inputs)}
+    compared["Liger fused linear KL, float32 d weight"] = liger_kl(inputs, accumulate_in=torch.float32)
+    return table("large vocabulary", setting, inputs, variants, compared, rounds=8) | kernels(inputs)
 
 
-def times_and_kernels(
-    title: str, setting: Setting, inputs: Inputs, variants: Mapping[str, Work], *, rounds: int
-) -> Any:
-    return {
-        "times": table(title, setting, inputs, variants, rounds=rounds),
-        "kernels_ms": attempted(partial(kernels, inputs.chunked(unchecked_kl))),
-    }
-
-
-def long(setting: Setting) -> Any:
-    return {
-        f"{tokens // 1024}K tokens": attempted(partial(long_table, setting, tokens))
-        for tokens in (65536, 131072, 262144)
-    }
-
-
-def long_table(setting: Setting, tokens: int) -> Any:
+def many_tokens(tokens: int, setting: Setting) -> dict[str, Any]:
     inputs = draw_inputs(setting, tokens, 131072)
     variants = {FLOOR: three_products(inputs), "sparse_kl": inputs.chunked(unchecked_kl)}
-    if tokens == 262144:
-        variants["full_chunked_sparse_kl"] = inputs.chunked(full_chunked_sparse_kl)
-    return table("long", setting, inputs, variants, rounds=4)
+    compared = {"full_chunked_sparse_kl": inputs.chunked(full_chunked_sparse_kl)}
+    return table("many tokens", setting, inputs, variants, compared, rounds=4)
 
 
-def small(setting: Setting) -> Any:
+def v32000_4k(setting: Setting) -> dict[str, Any]:
     inputs = draw_inputs(setting, 4096, 32000)
     variants = {
         FLOOR: three_products(inputs),
-        "dense_sparse_kl": inputs.step(dense_sparse_kl),
         "sparse_kl": inputs.chunked(unchecked_kl),
         "sparse_kl, values checked": inputs.chunked(sparse_kl),
-        "Liger fused linear KL, dense target": liger_kl(inputs),
     }
-    return times_and_kernels("small", setting, inputs, variants, rounds=20)
+    compared = {
+        "dense_sparse_kl": inputs.step(dense_sparse_kl),
+        COMPILED: compiled_dense(inputs),
+        LABELS: torch_cross_entropy(inputs),
+        LIGER: liger_kl(inputs),
+    }
+    return table("few tokens", setting, inputs, variants, compared, rounds=20) | kernels(inputs)
 
 
-def online(setting: Setting) -> Any:
+def online(setting: Setting) -> dict[str, Any]:
     inputs = draw_inputs(setting, 32768, 131072)
     teacher_hidden = torch.randn_like(inputs.hidden)
 
@@ -136,13 +144,13 @@ def online(setting: Setting) -> Any:
         return hidden_kl(hidden, head, teacher_hidden, head.detach(), implementation="triton", **options)
 
     variants = {
-        "four products": four_products(inputs, teacher_hidden),
+        FOUR_FLOOR: four_products(inputs, teacher_hidden),
         "hidden_kl": inputs.chunked(loss),
         "hidden_kl, beta 1": inputs.chunked(loss, beta=1.0),
         "hidden_kl, beta 0.5": inputs.chunked(loss, beta=0.5),
-        "Liger fused linear JSD, beta 0": liger_jsd(inputs, teacher_hidden),
     }
-    return table("online teacher", setting, inputs, variants, rounds=6, floor="four products")
+    compared = {"Liger fused linear JSD, beta 0": liger_jsd(inputs, teacher_hidden)}
+    return table("online teacher", setting, inputs, variants, compared, rounds=6, floor=FOUR_FLOOR)
 
 
 def ours(inputs: Inputs) -> dict[str, Work]:
@@ -157,7 +165,7 @@ def ours(inputs: Inputs) -> dict[str, Work]:
         "sparse_kl, values checked": inputs.chunked(sparse_kl, implementation="triton"),
         "sparse_kl, accumulate 1": inputs.chunked(unchecked_kl, accumulate=1),
         "sparse_kl, accumulate 4": inputs.chunked(unchecked_kl, accumulate=4),
-        "sparse_kl, half a chunk, accumulate 2": inputs.chunked(unchecked_kl, chunk_tokens=half),
+        LEAN: inputs.chunked(unchecked_kl, chunk_tokens=half),
         "sparse_kl, half a chunk, accumulate 4": inputs.chunked(
             unchecked_kl, chunk_tokens=half, accumulate=4
         ),
@@ -168,19 +176,26 @@ def ours(inputs: Inputs) -> dict[str, Work]:
         "sparse_kl, float32 logits": inputs.chunked(unchecked_kl, logits_dtype=torch.float32),
         "sparse_kl, frozen head": inputs.with_frozen_head().chunked(unchecked_kl),
         "sparse_kl, no gradients": loss_alone,
+        "sparse_kl, implementation torch": inputs.chunked(sparse_kl, validate=False, implementation="torch"),
     }
 
 
 def baselines(inputs: Inputs) -> dict[str, Work]:
     return {
-        "sparse_kl, implementation torch": inputs.chunked(sparse_kl, validate=False, implementation="torch"),
         "full_chunked_sparse_kl": inputs.chunked(full_chunked_sparse_kl),
         "forward_chunked_sparse_kl": inputs.chunked(forward_chunked_sparse_kl),
         "dense_sparse_kl": inputs.step(dense_sparse_kl),
+        COMPILED: compiled_dense(inputs),
+        LABELS: torch_cross_entropy(inputs),
     }
 
 
-def kernels(work: Work) -> dict[str, float]:
+def kernels(inputs: Inputs) -> dict[str, Any]:
+    """`kernels_ms` of one call with the defaults."""
+    return {"kernels_ms": attempted(partial(printed_kernels, inputs.chunked(unchecked_kl)))}
+
+
+def printed_kernels(work: Work) -> dict[str, float]:
     work()
     times = kernel_times_ms(work)
     print("\nkernels of one sparse_kl, ms", flush=True)
@@ -192,9 +207,11 @@ def kernels(work: Work) -> dict[str, float]:
 PARTS: dict[str, Callable[[Setting], Any]] = {
     "errors": error_rows,
     "sweep": sweep,
-    "middle": middle,
-    "large": large,
-    "small": small,
-    "online": online,
-    "long": long,
+    "v65536-32k": v65536_32k,
+    "v131072-32k": v131072_32k,
+    "v32000-4k": v32000_4k,
+    "online-v131072-32k": online,
+    "v131072-64k": partial(many_tokens, 65536),
+    "v131072-128k": partial(many_tokens, 131072),
+    "v131072-256k": partial(many_tokens, 262144),
 }

@@ -1,4 +1,4 @@
-"""The nearest losses of other libraries, where they are installed, on the same inputs."""
+"""The nearest losses of PyTorch and of other libraries, where they are installed, on the same inputs."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,32 @@ import torch
 from torch import Tensor
 
 from fxskip.bench.loss_inputs import Inputs
+from fxskip.loss.sparse_baselines import dense_sparse_kl
+
+
+def compiled_dense(inputs: Inputs) -> Callable[[], None]:
+    """PyTorch's nearest: all logits at once, what surrounds the products fused by torch.compile."""
+    # Without a GPU there may be no compiler for Inductor either, and its code for a CPU is not what is compared.
+    backend = "inductor" if inputs.hidden.is_cuda else "aot_eager"
+    return inputs.step(torch.compile(dense_sparse_kl, dynamic=False, backend=backend))
+
+
+def torch_cross_entropy(inputs: Inputs) -> Callable[[], None]:
+    """PyTorch's own loss without a logits tensor, of one label a token: it has none for a distribution."""
+
+    def work() -> None:
+        # Not in torch 2.11: measured where it is.
+        from torch.nn import LinearCrossEntropyOptions  # type: ignore[attr-defined, unused-ignore]
+        from torch.nn.functional import linear_cross_entropy  # type: ignore[attr-defined, unused-ignore]
+
+        inputs.hidden.grad = inputs.weight.grad = None
+        labels = inputs.ids[:, 0]
+        linear_cross_entropy(
+            inputs.hidden, inputs.weight, labels, options=LinearCrossEntropyOptions()
+        ).backward()
+        inputs.hidden.grad = inputs.weight.grad = None
+
+    return work
 
 
 def liger_kl(inputs: Inputs, *, accumulate_in: torch.dtype | None = None) -> Callable[[], None]:

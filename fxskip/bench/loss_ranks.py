@@ -18,8 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from fxskip.bench.goals import print_verdicts, verdicts
 from fxskip.bench.loss_errors import relative
+from fxskip.bench.loss_goals import two_ranks
 from fxskip.bench.loss_inputs import FLOOR, FULL, Inputs, draw_inputs, three_products, tiny
 from fxskip.bench.measure import (
     FAILED,
@@ -32,7 +35,7 @@ from fxskip.bench.measure import (
     require_no_failures,
 )
 from fxskip.errors import FxskipError
-from fxskip.loss import sparse_kl
+from fxskip.loss import hidden_kl, sparse_kl
 from fxskip.loss.sparse_baselines import dense_sparse_kl, forward_chunked_sparse_kl, full_chunked_sparse_kl
 from fxskip.loss.tails import TAILS
 
@@ -48,7 +51,7 @@ def ours(inputs: Inputs, group: dist.ProcessGroup, **options: Any) -> Work:
     return inputs.chunked(sparse_kl, group=group, validate=False, implementation="triton", **options)
 
 
-def baseline(inputs: Inputs, group: dist.ProcessGroup, *, loss: Callable[..., torch.Tensor]) -> Work:
+def baseline(inputs: Inputs, group: dist.ProcessGroup, *, loss: Callable[..., Tensor]) -> Work:
     return inputs.chunked(loss, group=group)
 
 
@@ -56,14 +59,19 @@ def dense(inputs: Inputs, group: dist.ProcessGroup) -> Work:
     return inputs.step(dense_sparse_kl, group=group)
 
 
-VARIANTS: dict[str, Make] = {
-    FLOOR: lambda inputs, group: three_products(inputs),
-    "sparse_kl": ours,
-    "sparse_kl, accumulate 1": partial(ours, accumulate=1),
+BASELINES: dict[str, Make] = {
     "full_chunked_sparse_kl": partial(baseline, loss=full_chunked_sparse_kl),
     "forward_chunked_sparse_kl": partial(baseline, loss=forward_chunked_sparse_kl),
     "dense_sparse_kl": dense,
 }
+VARIANTS: dict[str, Make] = {
+    FLOOR: lambda inputs, group: three_products(inputs),
+    "sparse_kl": ours,
+    "sparse_kl, accumulate 1": partial(ours, accumulate=1),
+    **BASELINES,
+}
+# Of a sharded result from that of one rank, in bfloat16: the parts of d hidden are rounded before they are added up.
+LOSS_DIFFERENCE, GRADIENT_DIFFERENCE = 1e-4, 1e-2
 
 
 def run_ranks(out: Path, ranks: int, tokens: list[int], *, is_tiny: bool = False) -> None:
@@ -71,7 +79,9 @@ def run_ranks(out: Path, ranks: int, tokens: list[int], *, is_tiny: bool = False
 
     What fails is in the report with its message, and the rest runs; FxskipError at the end lists it.
     """
-    report: dict[str, Any] = {"ranks": ranks, "tiny": is_tiny, "rows": []}
+    setting = tiny() if is_tiny else FULL
+    report: dict[str, Any] = {"ranks": ranks, "tiny": is_tiny, "width": setting.width, "dtype": "bfloat16"}
+    report["rows"] = []
     print(f"vocabulary over {ranks} ranks; peak is above the inputs, of the fuller rank", flush=True)
     report |= in_fresh_processes(partial(agreement, is_tiny), ranks)
     if "agreement" not in report:
@@ -80,16 +90,26 @@ def run_ranks(out: Path, ranks: int, tokens: list[int], *, is_tiny: bool = False
             f"a small call on {ranks} GPUs failed: {report}",
             hint="--ranks is at most the number of GPUs of this host, and they must reach each other through NCCL",
         )
-    print(f"relative differences from one rank: {report['agreement']}", flush=True)
+    print("relative differences from one rank", flush=True)
+    for name, found in report["agreement"].items():
+        print(f"  {name:28s} {found}", flush=True)
+    done = []
     for count in tokens:
         for name in VARIANTS:
             row: dict[str, Any] = {"variant": name, "tokens": count}
-            row |= in_fresh_processes(partial(measured_rank, is_tiny, name, count), ranks)
+            row |= in_fresh_processes(
+                partial(measured_rank, is_tiny, name, count), ranks, is_comparison=name in BASELINES
+            )
             report |= row.pop("environment", {})
             report["rows"].append(row)
             out.write_text(json.dumps(report, indent=1))
             print_row(row)
-    require_no_failures(report)
+        done.append(str(count))
+    if ranks == 2:
+        report["goals"] = verdicts(two_ranks(), report, done)
+        out.write_text(json.dumps(report, indent=1))
+        print_verdicts(report["goals"], is_tiny=is_tiny)
+    require_no_failures(report, who="bench loss", repeat="repeat a number of tokens with --tokens")
 
 
 def print_row(row: dict[str, Any]) -> None:
@@ -101,12 +121,12 @@ def print_row(row: dict[str, Any]) -> None:
     print(f"{head} {row['median_ms']:9.2f} ms {1000 / row['median_ms']:7.2f} it/s{peak}", flush=True)
 
 
-def in_fresh_processes(body: Body, ranks: int) -> dict[str, Any]:
-    """What body(rank, ranks) returns on rank 0, all ranks being in one group."""
+def in_fresh_processes(body: Body, ranks: int, *, is_comparison: bool = False) -> dict[str, Any]:
+    """What body(rank, ranks) returns on rank 0, all ranks being in one group; or `reason` of why it ended."""
     context = multiprocessing.get_context("fork")
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (body, ranks, f"file://{folder}/store", results)
+        arguments = (body, ranks, is_comparison, f"file://{folder}/store", results)
         processes = [context.Process(target=one_rank, args=(rank, *arguments)) for rank in range(ranks)]
         for process in processes:
             process.start()
@@ -122,7 +142,7 @@ def in_fresh_processes(body: Body, ranks: int) -> dict[str, Any]:
     return row
 
 
-def one_rank(rank: int, body: Body, ranks: int, store: str, results: Any) -> None:
+def one_rank(rank: int, body: Body, ranks: int, is_comparison: bool, store: str, results: Any) -> None:
     try:
         where: dict[str, Any] = {"backend": "gloo"}
         if torch.cuda.is_available():
@@ -135,31 +155,71 @@ def one_rank(rank: int, body: Body, ranks: int, store: str, results: Any) -> Non
         dist.destroy_process_group()
     except Exception as error:
         # Whatever it is: the parent must hear of it, or it would wait for its limit.
-        results.put({name: f"rank {rank}: {message}" for name, message in reason(error).items()})
+        found = reason(error, is_comparison=is_comparison)
+        results.put({name: f"rank {rank}: {message}" for name, message in found.items()})
         results.close()
         results.join_thread()
         os._exit(1)
 
 
 def agreement(is_tiny: bool, rank: int, ranks: int) -> dict[str, Any]:
-    """Loss, d hidden and d weight of the whole head over the ranks and on one: the larger relative difference."""
+    """Loss, d hidden and d weight of the whole head over the ranks and on one, of both losses."""
     setting = tiny() if is_tiny else FULL
     inputs = draw_inputs(setting, 2048, 8192, width=512)
-    shard = inputs.weight.detach().chunk(ranks)[rank].clone().requires_grad_()
+    teacher = inputs.ids, inputs.logp
+    online = torch.randn_like(inputs.hidden), inputs.weight.detach()
+    dist.broadcast(online[0], 0)
     options: dict[str, Any] = {"chunk_tokens": max(len(inputs.hidden) // 4, 1), "implementation": "triton"}
-    differences = {}
-    for tail in TAILS:
-        teacher = inputs.ids, inputs.logp
-        alone = sparse_kl(inputs.hidden, inputs.weight, *teacher, tail=tail, **options)
-        shared = sparse_kl(inputs.hidden, shard, *teacher, tail=tail, group=dist.group.WORLD, **options)
-        right = torch.autograd.grad(alone, [inputs.hidden, inputs.weight])
-        got = torch.autograd.grad(shared, [inputs.hidden, shard])
-        parts = [relative(shared.detach(), alone.detach()), relative(got[0], right[0])]
-        parts.append(relative(got[1], right[1].chunk(ranks)[rank]))
-        largest = torch.tensor(parts, device=setting.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        differences[tail] = largest.tolist()
-    return {"agreement": differences}
+    losses: dict[str, Callable[..., Tensor]] = {
+        f"sparse_kl, {tail}": partial(sparse_kl_of, teacher, tail=tail, **options) for tail in TAILS
+    }
+    for beta in (0.0, 0.5, 1.0):
+        losses[f"hidden_kl, beta {beta:g}"] = partial(hidden_kl_of, online, beta=beta, **options)
+    return {
+        "agreement": {name: compared(differences(loss, inputs, rank, ranks)) for name, loss in losses.items()}
+    }
+
+
+def sparse_kl_of(teacher: tuple[Tensor, Tensor], hidden: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    return sparse_kl(hidden, weight, *teacher, **options)
+
+
+def hidden_kl_of(
+    teacher: tuple[Tensor, Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> Tensor:
+    states, head = teacher
+    mine = head if group is None else head.chunk(group.size())[group.rank()]
+    return hidden_kl(hidden, weight, states, mine, group=group, **options)
+
+
+def differences(loss: Callable[..., Tensor], inputs: Inputs, rank: int, ranks: int) -> list[float]:
+    """Relative, of loss, d hidden and d weight; the largest of all ranks."""
+    shard = inputs.weight.detach().chunk(ranks)[rank].clone().requires_grad_()
+    alone = loss(inputs.hidden, inputs.weight)
+    shared = loss(inputs.hidden, shard, group=dist.group.WORLD)
+    right = torch.autograd.grad(alone, [inputs.hidden, inputs.weight])
+    got = torch.autograd.grad(shared, [inputs.hidden, shard])
+    parts = [relative(shared.detach(), alone.detach()), relative(got[0], right[0])]
+    parts.append(relative(got[1], right[1].chunk(ranks)[rank]))
+    largest = torch.tensor(parts, device=inputs.hidden.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    result: list[float] = largest.tolist()
+    return result
+
+
+def compared(found: list[float]) -> dict[str, Any]:
+    """`found` by name, and that it failed where it is not within bounds."""
+    bounds = LOSS_DIFFERENCE, GRADIENT_DIFFERENCE, GRADIENT_DIFFERENCE
+    result: dict[str, Any] = dict(zip(("loss", "d hidden", "d weight"), found, strict=True))
+    # `not <=` and not `>`: NaN is outside.
+    if any(not value <= bound for value, bound in zip(found, bounds, strict=True)):
+        result[FAILED] = f"differences of {found} from one rank: at most {bounds} are right"
+    return result
 
 
 def measured_rank(is_tiny: bool, name: str, tokens: int, rank: int, ranks: int) -> dict[str, Any]:
@@ -170,6 +230,7 @@ def measured_rank(is_tiny: bool, name: str, tokens: int, rank: int, ranks: int) 
     work = VARIANTS[name](inputs, group)
     for _ in range(2):
         work()
+    held = torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0  # the inputs
     peak = peak_gib(work)
     samples = []
     started = time.monotonic()
@@ -187,7 +248,9 @@ def measured_rank(is_tiny: bool, name: str, tokens: int, rank: int, ranks: int) 
     row: dict[str, Any] = {
         "samples_ms": samples,
         "median_ms": statistics.median(samples),
+        "iterations_a_second": 1000 / statistics.median(samples),
         "peak_gib": None if peak is None else fullest,
+        "gib_with_inputs": None if peak is None else held + fullest,  # the inputs are as large on each rank
     }
     environment_and_size = environment() | {"vocabulary": len(inputs.weight) * ranks}
     return row | {"environment": environment_and_size}

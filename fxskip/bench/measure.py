@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,20 @@ from fxskip.version import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]
 Work = Callable[[], object]
-# What stands in a report in place of a result, with the reason. A package that is not installed and a baseline that
-# needs more memory than there is are findings; anything else is a failure of the run, and of its exit status.
+# What stands in a report in place of a result, with the reason. That another library is not installed, or that a
+# baseline needs more memory than there is, are findings; anything else is a failure of the run, and of its exit status.
 UNAVAILABLE, FAILED = "unavailable", "failed"
+COMPARED_PACKAGES = ("liger-kernel",)
 
 
-def reason(error: Exception) -> dict[str, str]:
-    is_expected = isinstance(error, torch.OutOfMemoryError | ImportError)
-    return {UNAVAILABLE if is_expected else FAILED: f"{type(error).__name__}: {first_line(error)[:300]}"}
+def reason(error: Exception, *, is_comparison: bool = False) -> dict[str, str]:
+    """`is_comparison`: what ended so is a baseline or another library's, not what is measured."""
+    is_finding = is_comparison and isinstance(error, torch.OutOfMemoryError | ImportError)
+    return {UNAVAILABLE if is_finding else FAILED: f"{type(error).__name__}: {first_line(error)[:300]}"}
 
 
 def attempted(work: Callable[[], Any]) -> Any:
-    """What `work` returns, or the reason why it returns nothing: the rest of a report is still worth having."""
+    """What `work` returns, or the reason why it failed: the rest of a report is still worth having."""
     try:
         return work()
     except Exception as error:
@@ -55,14 +58,15 @@ def failures(report: Any, place: str = "") -> Iterator[str]:
             yield from failures(value, f"{place}[{number}]")
 
 
-def require_no_failures(report: Any) -> None:
+def require_no_failures(report: Any, *, who: str, repeat: str) -> None:
+    """`repeat` says how to run less than all again."""
     found = list(failures(report))
     if found:
         raise FxskipError(
-            "bench loss",
+            who,
             f"{len(found)} measurements failed",
             where="\n".join(found),
-            hint="all others are in the file; repeat a part with --part",
+            hint=f"all others are in the file; {repeat}",
         )
 
 
@@ -82,31 +86,35 @@ class Measurement:
 Measured = dict[str, Measurement | dict[str, str]]
 
 
-def measure(variants: Mapping[str, Work], *, rounds: int, warm_up: int = 2) -> Measured:
-    """Each variant once a round, in an order of its own, so that a GPU that gets hot slows all of them.
+def measure(
+    variants: Mapping[str, Work], comparisons: Mapping[str, Work], *, rounds: int, warm_up: int = 2
+) -> Measured:
+    """Each once a round, in an order of its own, so that a GPU that gets hot slows all of them.
 
     Before each timed call comes one that is not: the first after another variant runs at that one's clock.
 
-    A variant that cannot run has the reason in place of a measurement.
+    What cannot run has the reason in place of a measurement. It failed, unless it is one of `comparisons` (baselines,
+    other libraries) that is not installed or does not fit: that is unavailable.
     """
+    every = {**variants, **comparisons}
     reasons: dict[str, dict[str, str]] = {}
     peaks: dict[str, float | None] = {}
-    samples: dict[str, list[float]] = {name: [] for name in variants}
-    for name, work in variants.items():
+    samples: dict[str, list[float]] = {name: [] for name in every}
+    for name, work in every.items():
         try:
             for _ in range(warm_up):
                 work()
             peaks[name] = peak_gib(work)
         except Exception as error:  # the other variants' times are still worth having
-            reasons[name] = reason(error)
+            reasons[name] = reason(error, is_comparison=name in comparisons)
             torch.cuda.empty_cache()
-    order, shuffler = [name for name in variants if name not in reasons], random.Random(0)
+    order, shuffler = [name for name in every if name not in reasons], random.Random(0)
     for _ in range(rounds):
         shuffler.shuffle(order)
         for name in order:
-            variants[name]()
-            samples[name].append(elapsed_ms(variants[name]))
-    return {n: reasons[n] if n in reasons else Measurement(samples[n], peaks[n]) for n in variants}
+            every[name]()
+            samples[name].append(elapsed_ms(every[name]))
+    return {n: reasons[n] if n in reasons else Measurement(samples[n], peaks[n]) for n in every}
 
 
 def elapsed_ms(work: Work) -> float:
@@ -151,7 +159,7 @@ def kernel_ms(name: str, work: Work, *, repeats: int = 10) -> float:
     times: list[float] = [event.time_range.elapsed_us() / 1000 for event in events if name in event.name]
     if not times:
         raise FxskipError(
-            "bench loss",
+            "kernel_ms",
             f"no kernel with {name} in its name ran",
             hint=f"these did: {', '.join({event.name[:90] for event in events})}",
         )
@@ -189,6 +197,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": triton_version(),
+        **{package: installed_version(package) for package in COMPARED_PACKAGES},
         "gpus": torch.cuda.device_count(),
     }
     if torch.cuda.is_available():
@@ -210,6 +219,13 @@ def sources_hash() -> str:
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(f"{path.relative_to(PACKAGE).as_posix()}\0".encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def installed_version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def triton_version() -> str:

@@ -52,7 +52,9 @@ def run(out: Path, settings: Sequence[Setting], *, alone: bool = False) -> None:
             out.write_text(json.dumps(report, indent=1) + "\n")
         print("\n".join(table(found)), flush=True)
         print(f"[done after {time.monotonic() - started:.0f} s]\n", flush=True)
-    require_no_failures(report)
+    require_no_failures(
+        report, who="bench overlap", repeat="repeat a setting with --layers and --micro-batch"
+    )
 
 
 def _parts(body: Body, ranks: int, setting: Setting) -> Iterator[Part]:

@@ -27,7 +27,7 @@ def block_for(columns: int, block: int) -> int:
 def tanh(x):
     """Within 4 units in the last place of float32: a product of exponentials alone loses the small values."""
     x_squared = x * x
-    # Least squares of (tanh(x) / x - 1) / x**2 in x**2 over |x| <= 0.6, relative error of tanh 8e-8.
+    # Least squares of (tanh(x) / x - 1) / x**2 in x**2 over |x| <= 0.6, relative error of tanh 8.5e-8.
     series = -0.00627639 * x_squared + 0.02111621
     series = series * x_squared - 0.05387514
     series = series * x_squared + 0.13332924

@@ -1,24 +1,22 @@
 """fxskip bench: that every part runs, at tiny sizes. What it measures needs a GPU and is no test."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from fxskip.bench import loss, loss_sweep
 from fxskip.bench.loss import PARTS
-from fxskip.bench.measure import failures, measure
+from fxskip.bench.loss_goals import ONE_GPU
+from fxskip.bench.loss_inputs import draw_inputs, four_products, three_products, tiny
+from fxskip.bench.measure import failures, measure, require_no_failures
+from fxskip.errors import FxskipError
 from fxskip.loss import implementation
+from fxskip.loss.tails import TAILS
 from tests.cli.command import run
 from tests.loss.test_sparse_kl import has_triton
-
-ROWS = [
-    {"variant": "sparse_kl", "tokens": 4096, "median_ms": 11.0, "peak_gib": 1.5},
-    {"variant": "sparse_kl", "tokens": 8192, "median_ms": 21.0, "peak_gib": 2.0},
-    {"variant": "dense_sparse_kl", "tokens": 4096, "median_ms": 15.0, "peak_gib": 4.0},
-    {"variant": "dense_sparse_kl", "tokens": 8192, "failed": "OutOfMemoryError"},
-]
-
 
 NEEDS_TRITON = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -28,20 +26,25 @@ def assert_nothing_failed(report):
     assert list(failures(report)) == []
     assert report["tiny"] is True
     assert report["sources_sha256"]
+    assert "liger-kernel" in report
+
+
+def one_tuning_each(monkeypatch):
+    for tunings in ("SUPPORT_TUNINGS", "ROW_TUNINGS", "PAIR_TUNINGS"):
+        monkeypatch.setattr(loss_sweep, tunings, getattr(loss_sweep, tunings)[:1])
 
 
 @NEEDS_TRITON
 def test_tiny_parts(monkeypatch, tmp_path):
-    for tunings in ("SUPPORT_TUNINGS", "ROW_TUNINGS", "PAIR_TUNINGS"):
-        monkeypatch.setattr(loss_sweep, tunings, getattr(loss_sweep, tunings)[:1])
+    one_tuning_each(monkeypatch)
     out = tmp_path / "loss.json"
-    parts = ["sweep", "small"]
+    parts = ["sweep", "v32000-4k"]
     assert run("bench", "loss", "--tiny", *(f"--part={part}" for part in parts), "--out", out) == 0
     report = json.loads(out.read_text())
     assert_nothing_failed(report)
     assert [name for name in PARTS if name in report] == parts
     assert len(report["sweep"]["one chunk, V=65536"]) == 4
-    variants = report["small"]["times"]["variants"]
+    variants = report["v32000-4k"]["times"]["variants"]
     for name in ("three products", "dense_sparse_kl", "sparse_kl"):
         assert variants[name]["median_ms"] > 0
         assert len(variants[name]["samples_ms"]) == 1
@@ -49,17 +52,22 @@ def test_tiny_parts(monkeypatch, tmp_path):
 
 @NEEDS_TRITON
 @pytest.mark.slow
-def test_all_tiny_parts(tmp_path):
+def test_all_tiny_parts(monkeypatch, tmp_path):
+    one_tuning_each(monkeypatch)
     out = tmp_path / "loss.json"
     assert run("bench", "loss", "--tiny", "--out", out) == 0
     report = json.loads(out.read_text())
     assert_nothing_failed(report)
     assert all(part in report for part in PARTS)
-    measured = [row for row in report["errors"] if "equal_bits" in row]
-    assert len(measured) == 21
-    assert all(row["equal_bits"] for row in measured)
+    rows = {row["case"]: row for row in report["errors"]}
+    kinds = ("far", "all options", "peaked", "flat", "near", "near, float32 logits", "equal")
+    for name in [*TAILS, *(f"hidden_kl, beta {beta}" for beta in ("0", "0.5", "1"))]:
+        assert all(rows[f"{name}, {kind}"]["equal_bits"] for kind in kinds)
     # In the interpreter the kernels cut off what a GPU rounds: float32 is where they can be compared.
-    assert max(measured[-1]["triton"]) < 1e-5
+    assert rows["truncated, float32"]["within_bounds"]
+    goals = {goal["goal"]: goal for goal in report["goals"]}
+    assert len(goals) == len(ONE_GPU)
+    assert goals["errors: cases whose second run has other bits"]["verdict"] == "met"
 
 
 @NEEDS_TRITON
@@ -86,7 +94,7 @@ def test_a_part_that_fails_loses_no_other(capsys, monkeypatch, tmp_path):
         raise ValueError("a part\nof several lines")
 
     def is_not_here(setting):
-        raise ImportError("no such package")
+        raise ImportError("no such package")  # of what is measured, not of what it is compared with
 
     monkeypatch.setattr(loss, "PARTS", {"first": fails, "second": works, "third": is_not_here})
     out = tmp_path / "loss.json"
@@ -94,9 +102,10 @@ def test_a_part_that_fails_loses_no_other(capsys, monkeypatch, tmp_path):
     report = json.loads(out.read_text())
     assert report["first"] == {"failed": "ValueError: a part"}
     assert report["second"]["chunk"] == 1
-    assert report["third"] == {"unavailable": "ImportError: no such package"}
+    assert report["third"] == {"failed": "ImportError: no such package"}
     said = capsys.readouterr().err
-    assert "bench loss: 2 measurements failed" in said
+    assert "bench loss: 3 measurements failed" in said
+    assert "repeat a part with --part" in said
     assert "first: ValueError: a part" in said
     assert "second, rows[1]: ValueError: two" in said
 
@@ -108,10 +117,19 @@ def test_a_variant_that_fails_loses_no_other():
     def broken():
         raise RuntimeError("wrong")
 
-    measured = measure({"a": lambda: None, "b": out_of_memory, "c": broken}, rounds=2)
-    assert len(measured["a"].samples_ms) == 2
-    assert measured["b"] == {"unavailable": "OutOfMemoryError: no room"}
-    assert measured["c"] == {"failed": "RuntimeError: wrong"}
+    def missing():
+        raise ImportError("not installed")
+
+    works = {"a": lambda: None, "b": out_of_memory, "c": missing}
+    compared = {"x": lambda: None, "y": out_of_memory, "z": missing, "w": broken}
+    measured = measure(works, compared, rounds=2)
+    assert len(measured["a"].samples_ms) == len(measured["x"].samples_ms) == 2
+    # What is measured must run; what it is compared with need not be installed, nor fit.
+    assert measured["b"] == {"failed": "OutOfMemoryError: no room"}
+    assert measured["c"] == {"failed": "ImportError: not installed"}
+    assert measured["y"] == {"unavailable": "OutOfMemoryError: no room"}
+    assert measured["z"] == {"unavailable": "ImportError: not installed"}
+    assert measured["w"] == {"failed": "RuntimeError: wrong"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would run the benchmark")
@@ -139,28 +157,32 @@ def test_parts_of_one_gpu_are_not_asked_of_several(capsys, tmp_path):
     assert not (tmp_path / "loss.json").exists()
 
 
-def test_plot(tmp_path):
-    report = tmp_path / "report.json"
-    report.write_text(json.dumps({"vocabulary": 131072, "ranks": 2, "gpu": "H200", "rows": ROWS}))
-    assert run("bench", "plot", report, "--out", tmp_path / "figure.svg") == 0
-    drawn = (tmp_path / "figure.svg").read_text()
-    assert "<svg" in drawn
+@pytest.mark.parametrize(
+    "command",
+    [["loss", "--tiny"], ["loss", "--ranks", 2, "--tiny"], ["overlap", "--tiny"], ["plot", __file__]],
+    ids=["loss", "ranks", "overlap", "plot"],
+)
+def test_out_in_no_folder_is_refused_first(capsys, command, tmp_path):
+    assert run("bench", *command, "--out", tmp_path / "none" / "out.svg") == 2
+    assert "the folder" in (said := capsys.readouterr().err)
+    assert "does not exist" in said
 
 
-def test_plot_of_two_reports(capsys, tmp_path):
-    reports = []
-    for number, gpu in enumerate(("H200", "H200", "A100")):
-        reports.append(tmp_path / f"{number}.json")
-        content = {"vocabulary": 131072, "ranks": 2, "gpu": gpu, "rows": ROWS[number::2]}
-        reports[-1].write_text(json.dumps(content))
-    assert run("bench", "plot", *reports[:2], "--out", tmp_path / "figure.svg") == 0
-    assert "<svg" in (tmp_path / "figure.svg").read_text()
-    assert run("bench", "plot", *reports, "--out", tmp_path / "other.svg") == 2
-    assert "not of one machine" in capsys.readouterr().err
+def test_failures_name_their_command():
+    with pytest.raises(FxskipError, match="two: failed") as caught:
+        require_no_failures({"two": {"failed": "failed"}}, who="bench overlap", repeat="give --layers")
+    assert (caught.value.who, caught.value.hint) == (
+        "bench overlap",
+        "all others are in the file; give --layers",
+    )
 
 
-def test_plot_of_another_report(capsys, tmp_path):
-    report = tmp_path / "report.json"
-    report.write_text("{}")
-    assert run("bench", "plot", report, "--out", tmp_path / "figure.svg") == 2
-    assert "has no rows over tokens" in capsys.readouterr().err
+@pytest.mark.parametrize("floor", ["three", "four"])
+def test_the_floor_takes_any_number_of_tokens(floor):
+    inputs = replace(draw_inputs(tiny(), 13 * 4096, 9 * 4096), chunk_tokens=5)
+    work = (
+        three_products(inputs) if floor == "three" else four_products(inputs, torch.ones(13, 16).bfloat16())
+    )
+    with FlopCounterMode(display=False) as counter:
+        work()
+    assert counter.get_total_flops() == {"three": 3, "four": 4}[floor] * 2 * 13 * 9 * 16

@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fxskip.loss import hidden_kernels, row_kernels, sparse_kernels
+from fxskip.loss.gradient_rules import SCALE_BLOCK
 from fxskip.loss.hidden_triton import Tuning as PairTuning
 from fxskip.loss.sparse_triton import COMPARED_ENTRIES, Tuning, capacity_of
 
@@ -25,9 +26,10 @@ FLAGS = ("HAS_BIAS", "HAS_SOFTCAP", "HAS_COUNTS", "HAS_Z_BIAS", "HAS_Y_BIAS")
 INTEGERS = {"first_column", "K", "size"}
 
 
-def compiled(kernel, logits, gradient, warps, **constants):
+def compiled(kernel, logits, gradient, warps, *, ids="i64", **constants):
     constants |= {name: constants.get(name, True) for name in FLAGS if name in kernel.arg_names}
-    pointers = {"z_ptr": logits, "y_ptr": logits, "d_ptr": gradient, "ids_ptr": "i64", "counts_ptr": "i64"}
+    pointers = {"z_ptr": logits, "y_ptr": logits, "d_ptr": gradient, "ids_ptr": ids, "counts_ptr": ids}
+    pointers |= {"source_ptr": logits, "target_ptr": gradient}
 
     def type_of(name):
         if name in constants:
@@ -63,24 +65,29 @@ def main(which):
     stages = range(3) if which == "all" else (0,)
     vocabulary = {"V": 129280}  # a multiple of no step: both loops of a row
     rows, pairs = Tuning(), PairTuning()
-    for (logits, gradient), width in product(dtypes, widths):
+    every_ids = [(one, "i64") for one in dtypes] + [(dtypes[0], "i32")]
+    for ((logits, gradient), ids), width in product(every_ids, widths):
         sizes = {"CAPACITY": capacity_of(width), "BLOCK_K": 128, "BLOCK_J": rows.support_block}
         compiled(
             sparse_kernels.take_support, logits, gradient, rows.support_warps,
-            COMPARE=width <= COMPARED_ENTRIES, **sizes, **vocabulary,
+            ids=ids, COMPARE=width <= COMPARED_ENTRIES, **sizes, **vocabulary,
         )  # fmt: skip
-    for (logits, gradient), tail, stage in product(dtypes, tails, stages):
+    every_gradient = [(one, True) for one in dtypes] + [(dtypes[0], False)]
+    for ((logits, gradient), wanted), tail, stage in product(every_gradient, tails, stages):
         compiled(
             sparse_kernels.reduce_rows, logits, gradient, rows.warps, BLOCK=rows.block, TAIL=tail, STAGE=stage,
-            CAPACITY=112, BLOCK_K=128, WITH_GRADIENT=True, **vocabulary,
+            CAPACITY=112, BLOCK_K=128, WITH_GRADIENT=wanted, **vocabulary,
         )  # fmt: skip
     kinds = [(kind, stage) for kind in range(3) for stage in range(4) if kind == 2 or stage != 2]
-    for (logits, gradient), (kind, stage) in product(dtypes, kinds if which == "all" else [(2, 0)]):
+    chosen = kinds if which == "all" else [(2, 0)]
+    for ((logits, gradient), wanted), (kind, stage) in product(every_gradient, chosen):
         compiled(
             hidden_kernels.compare_rows, logits, gradient, pairs.warps, BLOCK=pairs.block, KIND=kind, STAGE=stage,
-            WITH_GRADIENT=True, **vocabulary,
+            WITH_GRADIENT=wanted, **vocabulary,
         )  # fmt: skip
-    compiled(row_kernels.scale_into, "fp32", "bf16", 8, BLOCK=8192)
+    # The last two are in place.
+    for source, target in (("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "bf16"), ("fp32", "fp32")):
+        compiled(row_kernels.scale_into, source, target, 8, BLOCK=SCALE_BLOCK)
 
 
 if __name__ == "__main__":

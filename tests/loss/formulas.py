@@ -6,8 +6,11 @@ from torch import Tensor
 from tests.loss.device import DEVICE
 
 
-def logits(hidden, weight, bias=None, scale=1.0, softcap=None, temperature=1.0) -> Tensor:
+def logits(hidden, weight, bias=None, scale=1.0, softcap=None, temperature=1.0, rounded_to=None) -> Tensor:
+    """`rounded_to`: what rounding the product to this dtype does, as if it had the derivative 1."""
     z = hidden.double() @ weight.double().T
+    if rounded_to is not None:
+        z = z + (z.to(rounded_to).double() - z).detach()
     z = z if bias is None else z + bias.double()
     z = z * scale
     z = z if softcap is None else softcap * torch.tanh(z / softcap)

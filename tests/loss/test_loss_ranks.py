@@ -12,7 +12,7 @@ from fxskip.errors import FxskipError
 from fxskip.loss import hidden_kl, sparse_kl
 from fxskip.loss.sparse_baselines import dense_sparse_kl, forward_chunked_sparse_kl, full_chunked_sparse_kl
 from fxskip.loss.tails import TAILS
-from tests.loss.formulas import Case
+from tests.loss.formulas import Case, kl, logits
 from tests.loss.sparse_formulas import loss_and_gradients
 from tests.loss.test_sparse_kl import COUNTS, WEIGHTS, D, K, N, Sparse, V, assert_close, has_triton
 from tests.ranks import run_ranks
@@ -186,6 +186,47 @@ def wrong_shards_are_refused(rank: int) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     run_ranks(one_rank, RANKS, tmp_path / "store")
+
+
+def each_on_its_gpu(rank: int) -> None:
+    """Both losses over NCCL, equal shards, against float64."""
+    torch.cuda.set_device(rank)
+    group = dist.new_group(backend="nccl")
+    tokens, width, vocabulary = 65, 64, 1002
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).cuda()
+
+    hidden, other = (randn(tokens, width).requires_grad_(wanted) for wanted in (True, False))
+    weight = (randn(vocabulary, width) / 8).requires_grad_()
+    ids = torch.rand(tokens, vocabulary, generator=generator).topk(20).indices.cuda()
+    logp = randn(tokens, 20).log_softmax(-1) - 0.1
+    half = slice(rank * vocabulary // 2, (rank + 1) * vocabulary // 2)
+    leaves = [hidden, weight.detach()[half].clone().requires_grad_()]
+    options = {"group": group, "chunk_tokens": 16, "implementation": "triton"}
+
+    def require_equal(loss: torch.Tensor, right: list[torch.Tensor]) -> None:
+        got = [loss.detach(), *torch.autograd.grad(loss, leaves)]
+        assert_close(got, [right[0], right[1], right[2][half]], rtol=1e-4, atol=1e-6)
+
+    for validate in (True, False):
+        for tail in TAILS:
+            right = loss_and_gradients(tail, [hidden, weight], ids, logp)
+            require_equal(sparse_kl(*leaves, ids, logp, tail=tail, validate=validate, **options), right)
+        for beta in (0.0, 0.5, 1.0):
+            wide = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
+            loss = kl(logits(*wide), logits(other, weight.detach()), beta=beta)
+            right = [loss.detach(), *torch.autograd.grad(loss, wide)]
+            teacher = other, weight.detach()[half]
+            require_equal(hidden_kl(*leaves, *teacher, beta=beta, validate=validate, **options), right)
+
+
+@pytest.mark.distributed
+@pytest.mark.gpu(2)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_equal_float64(tmp_path: Path) -> None:
+    run_ranks(each_on_its_gpu, RANKS, tmp_path / "store")
 
 
 @pytest.mark.parametrize("form", [dense_sparse_kl, forward_chunked_sparse_kl, full_chunked_sparse_kl])

@@ -12,10 +12,10 @@ from tests.loss.test_sparse_kl import NEEDS_TRITON
 ROUNDED_ONCE, ROUNDED_TWICE = 1.75e-3, 2.5e-3
 
 
-def seeded(tokens, width=32, vocabulary=300, entries=20):
+def seeded(tokens, width=32, vocabulary=300, entries=20, spread=1 / 8):
     generator = torch.Generator(DEVICE).manual_seed(0)
     hidden = torch.randn(tokens, width, generator=generator).bfloat16()
-    weight = (torch.randn(vocabulary, width, generator=generator) / 8).bfloat16()
+    weight = (spread * torch.randn(vocabulary, width, generator=generator)).bfloat16()
     ids = torch.rand(tokens, vocabulary, generator=generator).topk(entries).indices
     logp = (2 * torch.randn(tokens, entries, generator=generator)).log_softmax(-1) - 0.05
     return hidden, weight, ids, logp
@@ -58,6 +58,19 @@ def test_many_chunks_of_the_kernels(monkeypatch):
     # bfloat16 logits, of a size of about 0.7, add an error of their own: in q, not one of chunks.
     low = weight_error(inputs, chunk_tokens=32, implementation="triton")
     assert one < low <= ROUNDED_TWICE + 1e-3
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("logits_dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_512_chunks_on_a_gpu(logits_dtype):
+    # Logits of a size of 0.45: rounding them adds less than the two roundings of the gradient leave room for.
+    inputs = seeded(4096, width=512, vocabulary=8003, entries=100, spread=0.02)
+    options = {"implementation": "triton", "logits_dtype": logits_dtype}
+    one, many = (weight_error(inputs, chunk_tokens=chunk, **options) for chunk in (4096, 8))
+    assert one <= ROUNDED_TWICE
+    assert many <= ROUNDED_TWICE
+    assert many == pytest.approx(one, rel=1e-2)
 
 
 def round_as_a_gpu(monkeypatch):

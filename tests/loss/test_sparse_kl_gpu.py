@@ -1,11 +1,16 @@
 """The compiled kernels in bfloat16 are as near to float64 as plain PyTorch, and their options do what they say."""
 
+from itertools import combinations
+
 import pytest
 import torch
 
 from fxskip.loss import hidden_kl, sparse_kl
+from fxskip.loss.gradient_rules import SCALE_BLOCK, scaled
 from fxskip.loss.products import multiply_into
 from fxskip.loss.tails import TAILS
+from tests.loss.device import on_device
+from tests.loss.formulas import kl, logits
 from tests.loss.sparse_formulas import loss_and_gradients, relative_error, seeded_teacher
 
 pytestmark = [
@@ -129,27 +134,113 @@ def test_products_of_a_rank_that_holds_no_columns(add):
     assert not d_hidden.any()
 
 
+FURTHER = OPTIONS | {
+    "scale": {"scale": 0.7},
+    "softcap": {"softcap": 20.0},
+    "temperature": {"temperature": 1.5},
+    "denominator": {"denominator": 29.0},
+}
+PAIRS = list(combinations([name for name in FURTHER if name not in ("plain", "after the product")], 2))
+
+
+def assert_within_rounding(got, plain, right, rounded):
+    """No further from `right` than plain PyTorch and the formula with bfloat16 logits together, and a fifth."""
+    names = ("loss", "d hidden", "d weight", "d bias")
+    for name, *values in zip(names, got, plain, right, rounded, strict=True):
+        kernels, other, exact, of_rounding = values
+        allowed = 1.2 * (relative_error(other, exact) + relative_error(of_rounding, exact)) + 2e-6
+        assert relative_error(kernels, exact) <= allowed, name
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS, ids="+".join)
+def test_pairs_of_options_in_bfloat16(one, other):
+    options = on_device(FURTHER[one] | FURTHER[other])
+    leaves = seeded()
+    ids, logp = seeded_teacher(TOKENS, 5000, ENTRIES, device="cuda")
+
+    def outcome(tail, implementation):
+        loss = sparse_kl(
+            *leaves[:2], ids, logp, bias=leaves[2], tail=tail, chunk_tokens=192, implementation=implementation,
+            **options,
+        )  # fmt: skip
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+    for tail in TAILS:
+        right, rounded = (
+            loss_and_gradients(tail, leaves, ids, logp, rounded_to=dtype, **options)
+            for dtype in (None, torch.bfloat16)
+        )
+        assert_within_rounding(outcome(tail, "triton"), outcome(tail, "torch"), right, rounded)
+
+
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32])
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_hidden_kl_is_as_near_to_float64_as_plain_torch(beta, logits_dtype):
-    hidden, weight, bias = seeded()
-    teacher = torch.randn_like(hidden)
-    wide = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight, bias)]
-    constants = teacher, weight.detach()
+    leaves = seeded()
+    constants = torch.randn_like(leaves[0]), leaves[1].detach()
+    teacher_bias = leaves[2].detach().flip(0)
 
-    def outcome(leaves, constants, **more):
-        options = {
-            "beta": beta,
-            "student_bias": leaves[2],
-            "teacher_bias": bias.detach(),
-            "chunk_tokens": 192,
-        }
-        loss = hidden_kl(*leaves[:2], *constants, **options, **more)
+    def expected(rounded_to):
+        wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+        teacher = logits(*constants, teacher_bias, rounded_to=rounded_to)
+        loss = kl(logits(*wide, rounded_to=rounded_to), teacher, beta=beta)
+        return [loss.detach(), *torch.autograd.grad(loss, wide)]
+
+    def outcome(**more):
+        biases = {"student_bias": leaves[2], "teacher_bias": teacher_bias}
+        loss = hidden_kl(*leaves[:2], *constants, beta=beta, chunk_tokens=192, **biases, **more)
         return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
-    right = outcome(wide, [c.double() for c in constants], implementation="torch")
-    plain = outcome([hidden, weight, bias], constants, implementation="torch")
-    kernels = outcome([hidden, weight, bias], constants, implementation="triton", logits_dtype=logits_dtype)
-    margin = 1e-4 if logits_dtype == torch.float32 else 1e-2
-    for got, other, exact in zip(kernels, plain, right, strict=True):
-        assert relative_error(got, exact) <= 1.2 * relative_error(other, exact) + margin
+    right = expected(None)
+    rounded = right if logits_dtype == torch.float32 else expected(torch.bfloat16)
+    kernels = outcome(implementation="triton", logits_dtype=logits_dtype)
+    assert_within_rounding(kernels, outcome(implementation="torch"), right, rounded)
+
+
+@pytest.mark.parametrize("loss", [sparse_kl, hidden_kl], ids=["sparse_kl", "hidden_kl"])
+def test_the_device_is_not_waited_for(loss):
+    hidden, weight, bias = seeded()
+    teacher = seeded_teacher(TOKENS, VOCABULARY, ENTRIES, device="cuda")
+    options = {"bias": bias, "counts": torch.arange(TOKENS, device="cuda") % ENTRIES, "softcap": 20.0}
+    if loss is hidden_kl:
+        teacher, options = (torch.randn_like(hidden), weight.detach()), {"student_bias": bias, "beta": 0.5}
+
+    def step():
+        loss(hidden, weight, *teacher, chunk_tokens=192, validate=False, **options).backward()
+
+    step()  # compiles
+    hidden.grad = weight.grad = bias.grad = None
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(leaf.grad.isfinite().all() for leaf in (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["copy", "in place"])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.float64, torch.float32),
+    ],
+)
+def test_gradients_are_scaled_and_rounded_once(source, target, in_place):
+    count = SCALE_BLOCK + 37  # a whole program and a part
+    gradient = torch.randn(count, device="cuda").to(source)
+    wide = torch.promote_types(source, torch.float32)
+    factor = torch.tensor(0.3, device="cuda", dtype=wide)
+    before = gradient.clone()
+    got = scaled(gradient, factor, target, in_place=in_place)
+    assert got.dtype == target
+    assert torch.equal(got, (before.to(wide) * factor).to(target))
+    if in_place and source == target:
+        assert got.data_ptr() == gradient.data_ptr()
+    else:
+        assert torch.equal(gradient, before)
