@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxskip.errors import PassError
 from fxskip.leaves import running_layer
+from fxskip.schedule.gradient_sums import GradientSum
 from fxskip.schedule.hardware import Transport
 from fxskip.spec import Schedule
 
@@ -54,6 +55,8 @@ class RegionParallel:
     """Axis of the mesh that the experts are spread over."""
     tensor_size: int = 1
     """Ranks that matrices are cut over, on the axis "tensor"."""
+    gradients: tuple[GradientSum, ...] = ()
+    """All-reduces of the layer's gradients in its backward pass, in the order in which they start."""
 
 
 class Ranks:

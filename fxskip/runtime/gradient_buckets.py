@@ -25,9 +25,8 @@ from fxskip.collectives.failures import join
 from fxskip.collectives.landing import Landing, launch
 from fxskip.errors import PassError
 from fxskip.parallel import TENSOR, Ranks, RegionParallel
-
-DATA, EXPERT_DATA = "data", "expert_data"
-"""Lanes of the all-reduces: of what processes with other tokens hold alike, and of copies of one set of experts."""
+from fxskip.schedule.gradient_sums import EMBEDDING, HEAD, GradientSum
+from fxskip.schedule.tasks import DATA, EXPERT_DATA
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,15 +59,25 @@ class Bucket:
         return f"{self.role} ({self.lane.name}) of decoder layer {self.layer}"
 
     @property
+    def sends(self) -> bool:
+        """Whether other processes have the same parameters."""
+        return self.lane.group is not None
+
+    @property
     def bytes(self) -> int:
         return sum(own(p).numel() * p.element_size() for p in self.parameters)
+
+    @property
+    def in_schedule(self) -> GradientSum:
+        """What the scheduler knows of it."""
+        return GradientSum(self.role, self.lane.name, self.bytes, self.lane.ranks)
 
     def start(self) -> Landing | None:
         """Start the mean of the gradients as they are now; None where nothing has to be sent, and it is done.
 
         A parameter without a gradient counts as zero. Behind the gradients one number a parameter says who has one.
         """
-        if self.lane.group is None:
+        if not self.sends:
             for parameter in self.parameters:
                 if parameter.grad is not None:
                     own(parameter.grad).mul_(self.lane.share)
@@ -128,6 +137,14 @@ class GradientPlan:
         """Of the buckets."""
         return tuple(dict.fromkeys(bucket.lane for bucket in self.buckets))
 
+    def of_layer(self, layer: int) -> tuple[GradientSum, ...]:
+        """What is sent in the backward pass of a decoder layer, without head and embedding."""
+        return tuple(
+            bucket.in_schedule
+            for bucket in self.buckets
+            if bucket.layer == layer and bucket.sends and not bucket.role.startswith((HEAD, EMBEDDING))
+        )
+
     @cached_property
     def digest(self) -> str:
         """SHA-256, in hex, of the names of all parameters: the same on all processes of the mesh."""
@@ -150,7 +167,7 @@ def gradient_plan(who: str, model: nn.Module) -> GradientPlan:
 
     Raises PassError, in the name of `who`, for a model that is not spread.
     """
-    layers = _layers(model)
+    layers = spread_layers(model)
     if not layers:
         raise PassError(
             who,
@@ -158,7 +175,7 @@ def gradient_plan(who: str, model: nn.Module) -> GradientPlan:
             hint="transform it with a spec that says, for example, parallel: {expert: {size: 2}}",
         )
     first = next(iter(layers.values()))
-    parallel = _parallel(first)
+    parallel = parallel_of(first)
     data, expert_data = _lanes(first.fxskip_ranks, parallel)  # type: ignore[arg-type]
     experts = frozenset(p for layer in layers.values() for p in _experts(layer))
     found: dict[tuple[int, str], list[tuple[str, nn.Parameter]]] = {}
@@ -179,12 +196,13 @@ def gradient_plan(who: str, model: nn.Module) -> GradientPlan:
     return GradientPlan(tuple(buckets), parallel, experts)
 
 
-_HEAD, _LAYER, _EMBEDDING = _PLACES = ("head_", "", "embedding_")
+_LAYER = ""
+_PLACES = (HEAD, _LAYER, EMBEDDING)
 """In the order of the backward pass: what follows the layers, the layers from the last to the first, what stands
 before them. The beginning of a role."""
 
 
-def _layers(model: nn.Module) -> dict[str, nn.Module]:
+def spread_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The decoder layers that are spread, by path, in order."""
     return {
         path: module
@@ -193,7 +211,8 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _parallel(layer: nn.Module) -> RegionParallel:
+def parallel_of(layer: nn.Module) -> RegionParallel:
+    """How a layer is spread."""
     found = layer.fxskip_parallel
     assert isinstance(found, RegionParallel)
     return found
@@ -215,7 +234,7 @@ def _lanes(ranks: Ranks, parallel: RegionParallel) -> tuple[Lane, Lane]:
 
 
 def _experts(layer: nn.Module) -> Iterator[nn.Parameter]:
-    for stack in _parallel(layer).experts:
+    for stack in parallel_of(layer).experts:
         yield from layer.get_submodule(stack.path).parameters()
 
 
@@ -236,7 +255,7 @@ def _sections(
         if number is not None:
             yield (number, _LAYER), name, parameter
         else:
-            yield ((last, _HEAD) if seen else (0, _EMBEDDING)), name, parameter
+            yield ((last, HEAD) if seen else (0, EMBEDDING)), name, parameter
 
 
 def _cut(members: Iterable[tuple[str, nn.Parameter]], cap: int) -> Iterator[list[tuple[str, nn.Parameter]]]:

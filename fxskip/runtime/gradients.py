@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from fxskip.capture.wrappers import inner_model
 from fxskip.errors import PassError
-from fxskip.runtime.gradient_buckets import EXPERT_DATA, gradient_plan, own
+from fxskip.runtime.gradient_buckets import gradient_plan, own
 from fxskip.runtime.gradients_in_backward import GradientsInBackward
+from fxskip.schedule.tasks import EXPERT_DATA
 
 Kind = TypeVar("Kind", bound=Tensor)
 

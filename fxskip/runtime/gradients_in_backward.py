@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import MutableMapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,15 @@ from fxskip.collectives.landing import Issued, Landing, backward_pass, launch
 from fxskip.collectives.measuring import sends_nothing, waits_at_once
 from fxskip.errors import CollectiveError, PassError
 from fxskip.parallel import RegionParallel
-from fxskip.runtime.gradient_buckets import Bucket, GradientPlan, Lane, gradient_plan, own
+from fxskip.runtime.gradient_buckets import (
+    Bucket,
+    GradientPlan,
+    Lane,
+    gradient_plan,
+    own,
+    parallel_of,
+    spread_layers,
+)
 
 _WHO = "schedule.gradients: in_backward"
 
@@ -90,6 +99,8 @@ class GradientsInBackward:
         self._hooks += [
             p.register_hook(partial(self._before_more, p)) for p in self._plan.experts if p in self._bucket_of
         ]
+        for number, layer in enumerate(spread_layers(self._model).values()):
+            layer.fxskip_parallel = replace(parallel_of(layer), gradients=self._plan.of_layer(number))  # type: ignore[assignment]
         for lane in self._plan.lanes:
             if lane.group is not None and not sends_nothing():
                 self._agreements.append(_Agreement(self._plan, lane))
@@ -199,7 +210,10 @@ class _Agreement:
     def __init__(self, plan: GradientPlan, lane: Lane) -> None:
         self._lane = lane
         self._landing = launch(
-            f"comparison of what trains ({lane.name})", lane.group, self._gather, plan.fingerprint(lane)
+            f"comparison of what trains ({lane.name}) of decoder layer 0",
+            lane.group,
+            self._gather,
+            plan.fingerprint(lane),
         )
 
     def _gather(self, mine: Tensor) -> Issued:
