@@ -28,6 +28,7 @@ from tests.collectives.test_failures import (
     run,
 )
 from tests.collectives.test_gradients import assert_close, gradients_of_the_mean
+from tests.ranks import run_ranks
 from tests.training_loop.ranks import run_on_ranks
 
 LAYERS = 2
@@ -331,6 +332,30 @@ def one_fails_in_backward(rank: int) -> None:
 
 def _go_wrong(gradient: Tensor) -> Tensor:
     raise Mishap("the embedding went wrong")
+
+
+def four_processes(rank: int) -> None:
+    """Two sets of experts: their gradients are averaged between copies, beside those of everything else."""
+    torch.set_num_threads(1)
+    assert_as_by_call(accumulation, rank)
+    lanes = {bucket.lane.name: bucket.lane.ranks for bucket in buckets(pair()[1])}
+    assert lanes == {"data": 4, "expert_data": 2}
+    original = model("mixtral", layers=LAYERS, double=True)
+    alone, student = (
+        fxskip.transform(original, "farskip"),
+        spread(original, schedule={"gradients": "in_backward"}),
+    )
+    backward(student, rank)
+    assert_close(student, gradients_of_the_mean(alone, 4))
+    backward(student, rank)
+    twice = {name: 2 * gradient for name, gradient in gradients_of_the_mean(alone, 4).items()}
+    assert_close(student, twice)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_four_processes(tmp_path: Path) -> None:
+    run_ranks(four_processes, 4, tmp_path / "store", limit_s=400)
 
 
 @pytest.mark.distributed
