@@ -63,9 +63,14 @@ class Bucket:
         """Whether other processes have the same parameters."""
         return self.lane.group is not None
 
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers in the gradient of each parameter on this process."""
+        return tuple(own(p).numel() for p in self.parameters)
+
     @property
     def bytes(self) -> int:
-        return sum(own(p).numel() * p.element_size() for p in self.parameters)
+        return sum(self.sizes) * self.parameters[0].element_size()
 
     @property
     def in_schedule(self) -> GradientSum:
@@ -91,8 +96,7 @@ class Bucket:
         if landing is None:
             return
         landing.land()
-        sizes = [own(p).numel() for p in self.parameters]
-        *parts, present = landing.buffer.split([*sizes, len(sizes)])
+        *parts, present = landing.buffer.split([*self.sizes, len(self.sizes)])
         somewhere: list[bool] | None = None
         for number, (parameter, part) in enumerate(zip(self.parameters, parts, strict=True)):
             if parameter.grad is None:
@@ -104,10 +108,8 @@ class Bucket:
             gradient.copy_(part.view_as(gradient))
 
     def _packed(self) -> Tensor:
-        first = own(self.parameters[0])
-        numbers = first.new_empty(sum(own(p).numel() for p in self.parameters) + len(self.parameters))
-        sizes = [own(p).numel() for p in self.parameters]
-        *parts, present = numbers.split([*sizes, len(sizes)])
+        numbers = own(self.parameters[0]).new_empty(sum(self.sizes) + len(self.sizes))
+        *parts, present = numbers.split([*self.sizes, len(self.sizes)])
         for name, parameter, part in zip(self.names, self.parameters, parts, strict=True):
             if parameter.grad is None:
                 part.zero_()

@@ -11,6 +11,7 @@ waits for all of them, so `loss.backward()` leaves the gradients of the mean los
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import deque
 from collections.abc import MutableMapping
 from dataclasses import replace
@@ -41,6 +42,8 @@ from fxskip.runtime.gradient_buckets import (
 )
 
 _WHO = "schedule.gradients: in_backward"
+_NAMED = 5
+"""So many parameters are named in a warning."""
 
 
 class GradientsInBackward:
@@ -57,6 +60,7 @@ class GradientsInBackward:
         self._trained: list[tuple[object, ...]] = []
         self._hooks: list[RemovableHandle] = []
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
+        self._warned = False
         self._averaged: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
         """The gradients that are means already, and were not added to since."""
         self._pass: _Pass | None = None
@@ -154,11 +158,27 @@ class GradientsInBackward:
     def _end(self, current: _Pass) -> None:
         """The backward pass is over: start what is missing, and wait for all."""
         self._pass = None
+        if self._mode != "reference":
+            self._warn_of_late(current)
         for bucket in current.left():
             self._make_room(current, bucket)
             current.flying[bucket] = self._start(bucket)
         for bucket, landing in current.flying.items():
             self._finish(bucket, landing)
+
+    def _warn_of_late(self, current: _Pass) -> None:
+        """Say once what had no gradient and so kept buckets from leaving under the pass."""
+        late = current.without_gradient()
+        if not late or self._warned:
+            return
+        self._warned = True
+        more = f", and {len(late) - _NAMED} more" if len(late) > _NAMED else ""
+        warnings.warn(
+            f"fxskip: schedule.gradients: in_backward: a backward pass gave no gradient to {', '.join(late[:_NAMED])}"
+            f"{more}; {len(current.left())} of {len(self.plan.buckets)} buckets waited for its end. Freeze what is not "
+            "used: requires_grad_(False)",
+            stacklevel=2,
+        )
 
     # --- one bucket ---
 
@@ -198,6 +218,15 @@ class _Pass:
         while queue and not self._missing[queue[0]]:
             found.append(queue.popleft())
         return found
+
+    def without_gradient(self) -> list[str]:
+        """Names of the parameters that buckets still wait for."""
+        return [
+            name
+            for bucket in self.left()
+            for name, parameter in zip(bucket.names, bucket.parameters, strict=True)
+            if parameter in self._missing[bucket]
+        ]
 
     def left(self) -> list[Bucket]:
         """The buckets that were not returned, lane by lane in the order of the plan."""

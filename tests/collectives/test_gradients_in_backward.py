@@ -157,6 +157,12 @@ def two_live_forwards(module: nn.Module, rank: int) -> None:
     (backward_of_rows(module, rank, 1) + backward_of_rows(module, rank, 2)).backward()
 
 
+def recomputed(module: nn.Module, rank: int) -> None:
+    module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    backward(module, rank)
+    module.gradient_checkpointing_disable()  # type: ignore[operator]
+
+
 def frozen(module: nn.Module, rank: int) -> None:
     regions(module)[0].requires_grad_(False)
     backward(module, rank)
@@ -170,7 +176,7 @@ def frozen(module: nn.Module, rank: int) -> None:
 
 def accumulates(rank: int, folder: Path) -> None:
     assert_as_by_call(accumulation, rank, MODES)
-    for loop in (two_live_forwards, frozen):
+    for loop in (two_live_forwards, frozen, recomputed):
         assert_as_by_call(loop, rank)
     for loop in (accumulation, two_live_forwards):
         assert_as_by_call(loop, rank, backward="explicit")
@@ -235,7 +241,10 @@ def missing_gradients(rank: int, folder: Path) -> None:
     for name, parameter in (("on_one_rank", one), ("on_none", none), ("wide", wide)):
         student.register_parameter(name, parameter)
     loss = backward_of_rows(student, rank) + (1.0 + rank) * wide.sum().float()
-    (loss + (4.0 * one.sum() if rank == 0 else 0.0)).backward()
+    left_out = "on_none" if rank == 0 else "on_none, on_one_rank"
+    said = f"gave no gradient to {left_out}; [0-9] of [0-9] buckets waited for its end"
+    with pytest.warns(UserWarning, match=said):
+        (loss + (4.0 * one.sum() if rank == 0 else 0.0)).backward()
     assert one.grad is not None and torch.equal(one.grad, torch.full_like(one, 2.0))
     assert none.grad is None
     assert wide.grad is not None and torch.equal(wide.grad, torch.full_like(wide, 1.5))
@@ -282,6 +291,12 @@ def refused(rank: int, folder: Path) -> None:
         fully_shard(layer, ignored_params={p for p in layer.parameters() if hasattr(p, "to_local")})
     with pytest.raises(fxskip.PassError, match=r"in_backward: the model is sharded by fully_shard"):
         backward(sharded, rank)
+    table = by_call.lm_head.weight  # type: ignore[union-attr]
+    table.grad = torch.zeros_like(table).to_sparse()  # type: ignore[arg-type,operator,union-attr]
+    with pytest.raises(
+        fxskip.PassError, match="the gradient of lm_head.weight is float32 sparse_coo, the parameter"
+    ):
+        fxskip.average_gradients(by_call)
     with pytest.raises(fxskip.PassError, match="all processes have the same tokens"):
         spread(
             model("mixtral", layers=LAYERS),
