@@ -70,7 +70,7 @@ def transform(
     _refuse_missing_stages(loaded, mesh)
     spans = is_parallel(loaded)
     if spans:
-        mesh = make_mesh(loaded, mesh)  # before the work: what is missing shows now
+        mesh = make_mesh(loaded, model, mesh)  # before the work: what is missing shows now
     student = rewire(model, loaded, inplace=inplace, example_inputs=example_inputs)
     return parallelize(student, mesh) if spans else student
 
@@ -126,7 +126,7 @@ def parallelize(student: Model, mesh: DeviceMesh | None = None) -> Model:
             hint="transform with a spec that says, for example, parallel: {expert: {size: 2}}",
         )
     _refuse_missing_stages(spec, mesh)
-    spread(model, rewired_layers(model), spec, make_mesh(spec, mesh), _tensor_plans(model, spec))
+    spread(model, rewired_layers(model), spec, make_mesh(spec, model, mesh), _tensor_plans(model, spec))
     return student
 
 

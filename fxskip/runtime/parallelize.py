@@ -160,10 +160,10 @@ def expert_paths(layer: nn.Module) -> list[str]:
     return found
 
 
-def make_mesh(spec: Spec, mesh: DeviceMesh | None = None) -> DeviceMesh:
+def make_mesh(spec: Spec, model: nn.Module, mesh: DeviceMesh | None = None) -> DeviceMesh:
     """The mesh that the spec speaks of: the one given, checked, or one over all processes of the default group.
 
-    Raises PassError where there is no process group, or where sizes or the transport do not fit.
+    Raises PassError where there is no process group, or where sizes, devices or the transport do not fit.
     """
     sizes = axes(spec)
     wanted = ", ".join(f"{axis}: {size}" for axis, size in sizes.items())
@@ -175,7 +175,7 @@ def make_mesh(spec: Spec, mesh: DeviceMesh | None = None) -> DeviceMesh:
             "spec to run in one process",
         )
     if mesh is None:
-        mesh = _mesh_over_all(sizes)
+        mesh = _mesh_over_all(sizes, _device_type(model))
     names = mesh.mesh_dim_names or ()
     if any(axis not in names or mesh[axis].size() != size for axis, size in sizes.items()):
         found = ", ".join(f"{name}: {mesh[name].size()}" for name in names) or "no named axis"
@@ -185,6 +185,12 @@ def make_mesh(spec: Spec, mesh: DeviceMesh | None = None) -> DeviceMesh:
             hint=f"init_device_mesh(device, {(..., *sizes.values())}, mesh_dim_names={(..., *sizes)})".replace(
                 "Ellipsis", "..."
             ),
+        )
+    if _device_type(model) == "cuda" and mesh.device_type == "cpu":
+        raise PassError(
+            "parallelize",
+            "the model is on cuda, and the mesh is one of cpu devices: experts would leave the others' device",
+            hint='init_device_mesh("cuda", ...), or leave mesh= out',
         )
     transport = _transport(spec)
     backends = {dist.get_backend(mesh[axis].get_group()) for axis in sizes}
@@ -215,8 +221,14 @@ def _require_rows_to_copy(spec: Spec) -> None:
         )
 
 
-def _mesh_over_all(sizes: Mapping[str, int]) -> DeviceMesh:
-    """Neighbours share matrices, then experts; what is left over is data parallel."""
+def _device_type(model: nn.Module) -> str:
+    """Of the model's parameters; "meta" where none has memory."""
+    return next((p.device.type for p in model.parameters() if not p.is_meta), "meta")
+
+
+def _mesh_over_all(sizes: Mapping[str, int], model_on: str) -> DeviceMesh:
+    """Neighbours share matrices, then experts; what is left over is data parallel. The devices are the backend's, which
+    may have the model before it is moved there; gloo has those of the model."""
     world, needed = dist.get_world_size(), prod(sizes.values())
     if world % needed:
         raise PassError(
@@ -226,7 +238,7 @@ def _mesh_over_all(sizes: Mapping[str, int]) -> DeviceMesh:
             hint=f"start {needed} processes, or a multiple, or pass mesh=",
         )
     device = torch.accelerator.current_accelerator() if dist.get_backend() != "gloo" else None
-    kind = device.type if device is not None else "cpu"
+    kind = device.type if device is not None else "cuda" if model_on == "cuda" else "cpu"
     inner = sorted(sizes, key=[EXPERT, TENSOR].index)
     shape = (world // needed, *(sizes[axis] for axis in inner))
     return init_device_mesh(kind, shape, mesh_dim_names=("data", *inner))
