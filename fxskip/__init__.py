@@ -20,7 +20,7 @@ from fxskip.errors import (
 )
 from fxskip.leaves import leaf
 from fxskip.planning import Plan, Trainable
-from fxskip.runtime.gradients import average_gradients, clip_grad_norm_, parameter_groups
+from fxskip.runtime.gradients import average_gradients, clip_grad_norm_, no_sync, parameter_groups
 from fxskip.spec import Spec, load_spec
 from fxskip.tracing import Timeline, trace
 from fxskip.version import __version__
@@ -49,6 +49,7 @@ __all__ = [
     "leaf",
     "load_spec",
     "loss",
+    "no_sync",
     "parallelize",
     "parameter_groups",
     "plan",

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxskip.errors import PassError
 from fxskip.leaves import running_layer
+from fxskip.schedule.gradient_sums import GradientSum
 from fxskip.schedule.hardware import Transport
 from fxskip.spec import Schedule
 
@@ -53,6 +55,8 @@ class RegionParallel:
     """Axis of the mesh that the experts are spread over."""
     tensor_size: int = 1
     """Ranks that matrices are cut over, on the axis "tensor"."""
+    gradients: tuple[GradientSum, ...] = ()
+    """All-reduces of the layer's gradients in its backward pass, in the order in which they start."""
 
 
 class Ranks:
@@ -60,6 +64,7 @@ class Ranks:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
+        self._lanes: dict[tuple[str, ...], Any] = {}
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -69,6 +74,27 @@ class Ranks:
     def axis(self, name: str) -> DeviceMesh:
         """One axis of the mesh."""
         return self._mesh[name]
+
+    def lane(self, axes: tuple[str, ...]) -> Any:
+        """A process group over the ranks that differ from this one along `axes` alone; None for this one alone.
+
+        Nothing else runs in it, so its collectives need an order among themselves only. It is made at the first call,
+        which all its ranks make together.
+        """
+        spanned = tuple(axis for axis in axes if self._mesh[axis].size() > 1)
+        if spanned and spanned not in self._lanes:
+            backend = dist.get_backend(self._mesh[spanned[0]].get_group())
+            self._lanes[spanned] = dist.new_group(
+                self._ranks_along(spanned), backend=backend, use_local_synchronization=True
+            )
+        return self._lanes.get(spanned)
+
+    def _ranks_along(self, axes: tuple[str, ...]) -> list[int]:
+        names, own = self._mesh.mesh_dim_names or (), self._mesh.get_coordinate()
+        assert own is not None
+        at = tuple(slice(None) if name in axes else place for name, place in zip(names, own, strict=True))
+        found: list[int] = self._mesh.mesh[at].flatten().tolist()
+        return found
 
     def __deepcopy__(self, memo: Any) -> Ranks:
         return self

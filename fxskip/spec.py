@@ -9,7 +9,8 @@
         without: [routed@1]          # addends of earlier writes to the stream
     sum: as_written
     parallel: {expert: {size: 8, exchange: all_to_all}, tensor: {size: 1}}
-    schedule: {overlap: full, backward: mirrored, solver: list, costs: roofline, max_in_flight_mib: 1024}
+    schedule: {overlap: full, backward: mirrored, gradients: by_call, bucket_mib: 25, solver: list, costs: roofline,
+               max_in_flight_mib: 1024}
     runtime: {recompute: none, lower: none, transport: auto, mode: scheduled}
 
 Nothing here runs a model or imports torch: a spec can be checked before the half minute that torch takes.
@@ -105,6 +106,18 @@ class Schedule(Strict):
         default="mirrored",
         description="mirrored runs a layer's backward pass in the mirror image of its forward order, as autograd does; "
         "explicit in an order of its own, with weight gradients under the exchanges",
+    )
+    gradients: Literal["by_call", "in_backward"] = Field(
+        default="by_call",
+        description="when gradients are averaged over processes: by_call where fxskip.average_gradients is called; "
+        "in_backward while the backward pass runs, bucket by bucket",
+    )
+    bucket_mib: int = Field(
+        default=25,
+        ge=1,
+        le=1 << 20,
+        description="MiB of gradients of one layer that are averaged by one all-reduce; a larger gradient has one of "
+        "its own",
     )
     solver: Literal["list", "cp_sat"] = Field(
         default="list", description="list is critical-path list scheduling; cp_sat searches for the optimum"

@@ -25,7 +25,8 @@ connect:
     without: [all@1]
 sum: split
 parallel: {expert: {size: 8, exchange: all_reduce}, tensor: {size: 2}}
-schedule: {overlap: none, solver: cp_sat, costs: specs/hardware/h200.yaml, max_in_flight_mib: 64}
+schedule: {overlap: none, gradients: in_backward, bucket_mib: 3, solver: cp_sat, costs: specs/hardware/h200.yaml,
+           max_in_flight_mib: 64}
 runtime: {recompute: layer, lower: aot_eager, transport: gloo, mode: eager_wait}
 """
 
@@ -62,8 +63,8 @@ def test_every_key_of_the_language_is_read(tmp_path):
         2,
     )
     assert spec.schedule.model_dump() == {
-        "overlap": "none", "backward": "mirrored", "solver": "cp_sat", "costs": "specs/hardware/h200.yaml",
-        "max_in_flight_mib": 64,
+        "overlap": "none", "backward": "mirrored", "gradients": "in_backward", "bucket_mib": 3, "solver": "cp_sat",
+        "costs": "specs/hardware/h200.yaml", "max_in_flight_mib": 64,
     }  # fmt: skip
     assert spec.runtime.model_dump() == {
         "recompute": "layer", "lower": "aot_eager", "transport": "gloo", "mode": "eager_wait"
@@ -81,7 +82,8 @@ def test_what_is_omitted_means_one_process_and_nothing_scheduled():
     )
     section = load_spec({"fxskip": 1, "schedule": {}, "runtime": {}})
     assert section.schedule.model_dump() == {
-        "overlap": "full", "backward": "mirrored", "solver": "list", "costs": "roofline", "max_in_flight_mib": 1024
+        "overlap": "full", "backward": "mirrored", "gradients": "by_call", "bucket_mib": 25, "solver": "list",
+        "costs": "roofline", "max_in_flight_mib": 1024,
     }  # fmt: skip
     assert section.runtime.model_dump() == {
         "recompute": "none", "lower": "none", "transport": "auto", "mode": "scheduled"
@@ -169,8 +171,8 @@ def test_digest_is_the_sha256_of_the_meaning(tmp_path):
         "sum": "split",
         "parallel": {"expert": {"size": 8, "exchange": "all_reduce"}, "tensor": {"size": 2}},
         "schedule": {
-            "overlap": "none", "solver": "cp_sat", "costs": "specs/hardware/h200.yaml",
-            "max_in_flight_mib": 64,
+            "overlap": "none", "gradients": "in_backward", "bucket_mib": 3, "solver": "cp_sat",
+            "costs": "specs/hardware/h200.yaml", "max_in_flight_mib": 64,
         },
         "runtime": {"recompute": "layer", "lower": "aot_eager", "transport": "gloo", "mode": "eager_wait"},
     }  # fmt: skip

@@ -16,7 +16,15 @@ from fxskip.errors import CollectiveError
 from fxskip.leaves import running_layer
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_BITS = {"layer": 16, "width": 24, "dtype": 4, "hidden_gradients": 1, "expert_gradients": 1, "again": 1}
+_BITS = {
+    "layer": 16,
+    "width": 24,
+    "dtype": 4,
+    "hidden_gradients": 1,
+    "expert_gradients": 1,
+    "again": 1,
+    "averages": 16,
+}
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,8 @@ class Doing:
     """1 where the experts' own weights will have one."""
     again: int
     """1 in a recomputation, during a backward pass."""
+    averages: int
+    """A hash of the names of the parameters whose gradients the backward pass averages; 0 where it averages none."""
 
     @staticmethod
     def now(hidden: Tensor, path: str) -> Doing:
@@ -46,6 +56,7 @@ class Doing:
             int(grad and hidden.requires_grad),
             int(grad and any(p.requires_grad for p in layer.get_submodule(path).parameters())),
             int(torch._C._current_graph_task_id() != -1),
+            getattr(layer.fxskip_gradients, "names_hash", 0),
         )
 
     def encoded(self) -> int:
@@ -72,6 +83,7 @@ class Doing:
             f"decoder layer {self.layer}{' again, in a backward pass' if self.again else ''}, "
             f"hidden states {dtype}[..., {self.width}] with{'' if self.hidden_gradients else 'out'} gradients, "
             f"experts {'that train' if self.expert_gradients else 'without gradients'}"
+            f"{f', averages gradients of set {self.averages:04x}' if self.averages else ''}"
         )
 
 

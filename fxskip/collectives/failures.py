@@ -71,6 +71,11 @@ def _member(group: Any) -> _Member:
     return _MEMBERS[group]
 
 
+def join(group: Any) -> None:
+    """From now on tell the ranks of `group` of errors, also before the first collective there."""
+    _member(group)
+
+
 def begin_pass() -> None:
     """A forward pass begins; an error before its first collective leaves the ranks in step."""
     for member in _MEMBERS.values():

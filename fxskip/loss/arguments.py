@@ -1,6 +1,7 @@
 """The argument checks that all losses share. Each error names function, argument and what would be right."""
 
 import math
+from numbers import Real
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
@@ -11,6 +12,8 @@ from fxskip.loss.head import Head
 from fxskip.loss.products import accumulation_dtype, gemm_operand
 
 DEFAULT_CHUNK_TOKENS = 4096
+FLOAT32 = torch.finfo(torch.float32)
+DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
 class KLOptions(TypedDict, total=False):
@@ -99,8 +102,12 @@ def checked_hidden(who: str, name: str, hidden: Any) -> Tensor:
         raise FxskipError(
             who, f"{name} has shape {list(hidden.shape)}", hint=f"{name} is [N, D]: {name}.flatten(0, -2)"
         )
-    if not hidden.is_floating_point():
-        raise FxskipError(who, f"{name} is {hidden.dtype}", hint="float32, bfloat16, float16 or float64")
+    if hidden.dtype not in DTYPES or hidden.layout != torch.strided:
+        raise FxskipError(
+            who,
+            f"{name} is {hidden.dtype}, {hidden.layout}",
+            hint="float32, bfloat16, float16 or float64, and dense",
+        )
     return hidden
 
 
@@ -146,7 +153,7 @@ def require_head(
         raise FxskipError(
             who, f"{prefix}bias is {found}", hint=f"{prefix}bias is [{weight.shape[0]}] or None"
         )
-    if bias is not None and not bias.is_floating_point():
+    if bias is not None and bias.dtype not in DTYPES:
         raise FxskipError(who, f"{prefix}bias is {bias.dtype}", hint="a float dtype")
     require_same_device(who, **{f"{prefix}hidden": hidden, name: weight, f"{prefix}bias": bias})
     require_positive(who, temperature=temperature)
@@ -159,9 +166,24 @@ def require_head(
 
 
 def require_number(who: str, name: str, value: Any) -> float:
-    if isinstance(value, str | bytes | bool) or not hasattr(value, "__float__"):
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise FxskipError(who, f"{name} has shape {list(value.shape)}", hint=f"{name} is a number")
+        if value.requires_grad:
+            raise FxskipError(
+                who,
+                f"{name} requires a gradient, and there is none by it",
+                hint=f"{name} is a constant: {name}.item()",
+            )
+    elif isinstance(value, bool) or not isinstance(value, Real):
         raise FxskipError(who, f"{name} is {value!r}", hint=f"{name} is a number")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # of a large int
+        number = math.inf
+    if number != 0 and not FLOAT32.tiny <= abs(number) <= FLOAT32.max:  # NaN too
+        raise FxskipError(who, f"{name} is {number}", hint=f"{name} is a finite number that float32 can hold")
+    return number
 
 
 def require_positive(who: str, **values: Any) -> None:
@@ -173,6 +195,13 @@ def require_positive(who: str, **values: Any) -> None:
 
 def require_same_device(who: str, **tensors: Tensor | None) -> None:
     devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    for name, tensor in tensors.items():
+        if type(tensor).__name__ == "DTensor":
+            raise FxskipError(
+                who,
+                f"{name} is a DTensor",
+                hint=f"pass this rank's tensor: {name}.full_tensor(), or to_local() of a shard of the vocabulary",
+            )
     if len(set(devices.values())) > 1:
         found = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise FxskipError(who, f"arguments are on several devices: {found}", hint="move them to one device")
@@ -183,7 +212,7 @@ def checked_chunk(who: str, chunk_tokens: Any) -> int:
 
 
 def require_whole_number(who: str, name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**62:
         raise FxskipError(who, f"{name} is {value!r}", hint=f"{name} is a whole number, 1 or more")
     return value
 
@@ -202,6 +231,8 @@ def checked_token_weight(
             who, f"token_weight is {found}", hint=f"token_weight is [{count}], one number a token"
         )
     require_same_device(who, **{name: hidden, "token_weight": token_weight})
+    if token_weight.is_complex():
+        raise FxskipError(who, f"token_weight is {token_weight.dtype}", hint="real numbers, 0 or more")
     if token_weight.requires_grad:
         raise FxskipError(
             who, "token_weight requires a gradient", hint="weights are constants: token_weight.detach()"

@@ -131,7 +131,10 @@ def full_chunked_kl(
 def sum_of_chunks(inputs: KLInputs, hidden_ND: Tensor, *, keep_logits: bool) -> Tensor:
     # A call without a counted token must have a gradient too (0), so the total starts connected to the
     # inputs: by empty slices, because 0 * NaN would let a masked row back in.
-    total = (hidden_ND[:0].sum() + inputs.student.weight_VD[:0].sum()).to(accumulation_dtype(hidden_ND.dtype))
+    wide = accumulation_dtype(hidden_ND.dtype)
+    total = hidden_ND[:0].sum().to(wide) + inputs.student.weight_VD[:0].sum().to(wide)
+    if inputs.student.bias_V is not None:
+        total = total + inputs.student.bias_V[:0].sum().to(wide)
     for rows in row_chunks(len(hidden_ND), inputs.weight_N, inputs.chunk_tokens):
         if keep_logits:
             total = total + chunk_kl(inputs, hidden_ND[rows], rows)
@@ -147,7 +150,7 @@ def chunk_kl(inputs: KLInputs, hidden_tD: Tensor, rows: Rows) -> Tensor:
         with torch.no_grad():
             logp_tV = inputs.teacher.log_probs(inputs.teacher.logits(inputs.teacher_hidden[rows]))
         p_tV = logp_tV.exp()
-        loss_t = torch.where(p_tV > 0, p_tV * (logp_tV - logq_tV), 0.0).sum(dim=-1)
+        loss_t = torch.where(p_tV == 0, 0.0, p_tV * (logp_tV - logq_tV)).sum(dim=-1)
         if inputs.weight_N is not None:
             loss_t = loss_t * inputs.weight_N[rows]
         return (loss_t / inputs.denominator).sum()

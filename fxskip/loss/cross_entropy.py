@@ -58,7 +58,7 @@ def cross_entropy(
         hidden,
         weight,
         bias,
-        wanted=wanted_of(hidden, weight, bias),
+        wanted=wanted_of(who, hidden, weight, bias),
         who=who,
         ids=ids_N1,
         logp=torch.zeros_like(ids_N1, dtype=torch.float32),

@@ -65,7 +65,7 @@ def feature_loss(
         student_hidden,
         teacher_hidden.detach(),
         None,
-        wanted_of(student_hidden, teacher_hidden.detach(), None),
+        wanted_of(WHO, student_hidden, teacher_hidden.detach(), None),
         WHO,
         kind,
         weight_N,
@@ -119,13 +119,13 @@ Distance = tuple[Tensor, Callable[[], Tensor]]  # [t], and what forms its gradie
 
 def squared_difference(x_tD: Tensor, y_tD: Tensor) -> Distance:
     gap_tD = x_tD - y_tD
-    return gap_tD.square().mean(dim=-1), lambda: gap_tD * (2.0 / x_tD.shape[1])
+    return gap_tD.square().mean(dim=-1), lambda: gap_tD * (2.0 / max(x_tD.shape[1], 1))
 
 
 def one_minus_cosine(x_tD: Tensor, y_tD: Tensor) -> Distance:
     """The gradient of the cosine by x is (y/|y| - cosine x/|x|) / |x|."""
     x_norm_t1, y_norm_t1 = x_tD.norm(dim=-1, keepdim=True), y_tD.norm(dim=-1, keepdim=True)
-    is_defined_t1 = (x_norm_t1 > 0) & (y_norm_t1 > 0)
+    is_defined_t1 = (x_norm_t1 != 0) & (y_norm_t1 != 0)  # NaN is: it must not pass for a length of 0
     x_unit_tD = x_tD / x_norm_t1.where(is_defined_t1, 1.0)
     y_unit_tD = y_tD / y_norm_t1.where(is_defined_t1, 1.0)
     cosine_t1 = (x_unit_tD * y_unit_tD).sum(dim=-1, keepdim=True)

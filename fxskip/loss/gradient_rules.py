@@ -4,11 +4,13 @@ Each loss is a custom operator with the arguments (hidden, weight, bias, wanted,
 d hidden, d weight, d bias); results that are not wanted are empty. torch.compile sees one call, and its shapes.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
+from torch.autograd import forward_ad
 
 from fxskip.errors import FxskipError
 from fxskip.loss.engine import Formed
@@ -20,10 +22,28 @@ SCALE_BLOCK = 8192  # elements a program
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def wanted_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> list[bool]:
+def wanted_of(who: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> list[bool]:
     """The operators' argument `wanted`. Asked outside of them: inside, nothing requires a gradient."""
+    refuse_transforms(who, (hidden, weight, bias))
     enabled = torch.is_grad_enabled()
     return [enabled and x is not None and x.requires_grad for x in (hidden, weight, bias)]
+
+
+def refuse_transforms(who: str, arguments: Sequence[Tensor | None]) -> None:
+    """Forward-mode derivatives and torch.func see an operator without derivative rules of theirs, and would be silent:
+    a tangent of 0, or no gradient."""
+    if torch.compiler.is_compiling():
+        return
+    for argument in arguments:
+        if argument is None:
+            continue
+        is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(argument)
+        if is_wrapped or forward_ad.unpack_dual(argument).tangent is not None:
+            raise FxskipError(
+                who,
+                "torch.func transforms and forward-mode derivatives do not go through it",
+                hint="use .backward() or torch.autograd.grad; without vmap, put the batch into the tokens",
+            )
 
 
 def as_results(formed: Formed, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Results:

@@ -21,15 +21,16 @@ GRADIENT = tl.constexpr(3)  # loss and gradient, from normalisers and divergence
 
 @triton.jit
 def gaps2(logq2, logp2, q, p, beta, KIND: tl.constexpr):
-    """What the sums of a divergence weigh with p, and with q: log-ratios in base 2, 0 where their weight is 0."""
+    """What the sums of a divergence weigh with p, and with q: log-ratios in base 2, 0 where their weight is 0 (and not
+    where it is NaN)."""
     if KIND == FORWARD:
-        return tl.where(p > 0.0, logp2 - logq2, 0.0), tl.zeros_like(q)
+        return tl.where(p == 0.0, 0.0, logp2 - logq2), tl.zeros_like(q)
     elif KIND == REVERSE:
-        return tl.zeros_like(q), tl.where(q > 0.0, logq2 - logp2, 0.0)
+        return tl.zeros_like(q), tl.where(q == 0.0, 0.0, logq2 - logp2)
     else:
         mixture = beta * p + (1.0 - beta) * q
-        logm2 = tl.log2(tl.where(mixture > 0.0, mixture, 1.0))
-        return tl.where(p > 0.0, logp2 - logm2, 0.0), tl.where(q > 0.0, logq2 - logm2, 0.0)
+        logm2 = tl.log2(tl.where(mixture == 0.0, 1.0, mixture))
+        return tl.where(p == 0.0, 0.0, logp2 - logm2), tl.where(q == 0.0, 0.0, logq2 - logm2)
 
 
 @triton.jit

@@ -91,7 +91,7 @@ def hidden_kl(
         student_hidden,
         student_weight,
         student_bias,
-        wanted=wanted_of(student_hidden, student_weight, student_bias),
+        wanted=wanted_of(WHO, student_hidden, student_weight, student_bias),
         who=WHO,
         teacher_hidden=teacher_hidden.detach(),
         teacher_weight=teacher_weight.detach(),

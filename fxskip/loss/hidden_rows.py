@@ -168,10 +168,10 @@ def gradient(beta: float, logp_tV: Tensor, logq_tV: Tensor, q_kl_t: Tensor) -> T
         return q_tV.sub_(logp_tV.exp())
     logm_tV = logp_tV if beta == 1.0 else log_mixture(beta, logp_tV, logq_tV)
     # A token that the student excludes adds 0, not 0 * inf.
-    gap_tV = torch.where(q_tV > 0, logq_tV - logm_tV, 0.0)
+    gap_tV = torch.where(q_tV == 0, 0.0, logq_tV - logm_tV)
     return q_tV.mul_(gap_tV.sub_(q_kl_t[:, None])).mul_(1.0 if beta == 1.0 else 1.0 - beta)
 
 
 def expected(p: Tensor, values: Tensor, dim: int = -1) -> Tensor:
-    """sum p * value over `dim`; where p is 0 the term is 0."""
-    return torch.where(p > 0, p * values, 0.0).sum(dim=dim)
+    """sum p * value over `dim`; where p is 0 the term is 0, and where it is NaN, NaN."""
+    return torch.where(p == 0, 0.0, p * values).sum(dim=dim)

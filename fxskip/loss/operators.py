@@ -64,9 +64,11 @@ def sparse_kl_operator(
             from fxskip.loss.sparse_triton import TritonRows
 
             row_loss = TritonRows(target)
-        chunking = Chunking(
-            chunk_tokens, accumulate, logits_dtype or default_logits(operand_VD, implementation)
-        )
+        dtype = logits_dtype or default_logits(operand_VD, implementation)
+        chunking = Chunking(chunk_tokens, accumulate, dtype)
+        if implementation == "triton" and shard.group is None and wanted[1]:
+            # The kernels need no memory beside the step's logits, and one large product is faster than several.
+            chunking = Chunking(chunk_tokens * accumulate, 1, dtype)
         return formed(row_loss, hidden, weight, bias, operand_VD, token_weight, wanted, chunking, shard.group)
 
 

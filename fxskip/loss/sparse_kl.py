@@ -95,7 +95,7 @@ def sparse_kl(
         hidden,
         weight,
         bias,
-        wanted=wanted_of(hidden, weight, bias),
+        wanted=wanted_of(WHO, hidden, weight, bias),
         who=WHO,
         ids=teacher.ids,
         logp=teacher.logp,

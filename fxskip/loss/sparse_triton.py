@@ -24,7 +24,6 @@ KERNEL_TAILS = dict(
 )
 # To this many entries a row the kernel finds equal ids by comparing each with all; more are sorted first, by PyTorch.
 COMPARED_ENTRIES = 1024
-LONG_ROW = 98304  # columns
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,6 @@ class Tuning:
     warps: int = 16
     support_block: int = 8
     support_warps: int = 4
-
-
-def tuning_for(columns: int, *, plain: bool) -> Tuning:
-    """Long rows want more loads in flight, for which registers suffice only without bias and softcap (`plain`)."""
-    return Tuning(block=8192, warps=32) if plain and columns >= LONG_ROW else Tuning()
 
 
 @dataclass
@@ -61,11 +55,9 @@ class Chunk:
 class TritonRows:
     """A `RowLoss`. One launch a chunk for the whole row, two around the exchange of a group."""
 
-    def __init__(self, target: SparseTarget, tuning: Tuning | None = None) -> None:
-        self.target = target
+    def __init__(self, target: SparseTarget, tuning: Tuning = Tuning()) -> None:
+        self.target, self.tuning = target, tuning
         head = target.head
-        is_plain = head.bias_V is None and head.softcap is None
-        self.tuning = tuning or tuning_for(target.shard.columns, plain=is_plain)
         # Without a bias any pointer will do: the kernels do not read it.
         self.bias_V = head.weight_VD if head.bias_V is None else head.bias_V.contiguous()
         self.numbers = (head.scale, head.softcap or 1.0, 1.0 / head.temperature)

@@ -115,7 +115,9 @@ def truncated_minimum(
     weight_N = checked_token_weight(who, logp, token_weight, name="logp")
     total = checked_denominator(who, logp, weight_N, denominator)
     # M does not depend on which tokens they are.
-    teacher = TeacherRows(torch.zeros_like(logp, dtype=torch.int64), logp, counts)
+    teacher = TeacherRows(
+        torch.zeros((), dtype=torch.int64, device=logp.device).expand(logp.shape), logp, counts
+    )
     if validate:
         require_weights(who, weight_N)
         if isinstance(total, Tensor):

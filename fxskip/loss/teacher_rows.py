@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from fxskip.errors import FxskipError
-from fxskip.loss.arguments import require_same_device
+from fxskip.loss.arguments import DTYPES, require_same_device
 
-# How far a row's probabilities may add up to more than 1: log-probabilities stored in bfloat16 are off by a thousandth.
+# How far a row's probabilities may add up to more than 1.
 MASS_TOLERANCE = 1e-2
+# Rounded log-probabilities move the mass by entropy times rounding unit at most; of 200,000 tokens it is 12.2.
+LARGEST_ENTROPY = 12.2
 WHOLE_NUMBERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
 
 
@@ -58,7 +60,7 @@ class TeacherRows:
         wrong = {
             "ids": checked & ((self.ids < 0) | (self.ids >= vocabulary)),
             "logp": checked & ~self.logp.isfinite(),
-            "mass": self.masses(checked) > 1.0 + MASS_TOLERANCE,
+            "mass": self.masses(checked) > 1.0 + mass_tolerance(self.logp.dtype),
         }
         if self.counts is not None:
             wrong["counts"] = (self.counts < 0) | (self.counts > self.ids.shape[1])
@@ -97,6 +99,10 @@ class TeacherRows:
         )
 
 
+def mass_tolerance(dtype: torch.dtype) -> float:
+    return max(MASS_TOLERANCE, LARGEST_ENTROPY * torch.finfo(dtype).eps / 2)
+
+
 def checked_teacher(who: str, hidden: Tensor, ids: Any, logp: Any, counts: Any) -> TeacherRows:
     """Types, shapes and devices; the values are `require_valid`'s."""
     require_entries(who, "ids", ids, len(hidden))
@@ -108,7 +114,8 @@ def checked_teacher(who: str, hidden: Tensor, ids: Any, logp: Any, counts: Any) 
             who, f"ids is {list(ids.shape)}, logp {list(logp.shape)}", hint="one logp for each id"
         )
     require_same_device(who, hidden=hidden, ids=ids, logp=logp, counts=counts)
-    return TeacherRows(ids, logp, counts)
+    # Narrow counts could not be compared with K.
+    return TeacherRows(ids, logp, None if counts is None else counts.long())
 
 
 def require_entries(who: str, name: str, value: Any, tokens: int | None) -> None:
@@ -124,7 +131,7 @@ def require_entries(who: str, name: str, value: Any, tokens: int | None) -> None
 
 def require_logp(who: str, logp: Any, counts: Any, tokens: int | None) -> None:
     require_entries(who, "logp", logp, tokens)
-    if not logp.is_floating_point():
+    if logp.dtype not in DTYPES:
         raise FxskipError(who, f"logp is {logp.dtype}", hint="logp is a float tensor of natural logarithms")
     if logp.requires_grad:
         raise FxskipError(who, "logp requires a gradient", hint="the teacher is a constant: logp.detach()")

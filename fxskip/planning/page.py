@@ -10,6 +10,7 @@ from fxskip.planning.markup import document, element
 from fxskip.planning.picture import pictures
 from fxskip.planning.plan import Plan, PlannedBlock
 from fxskip.planning.words import (
+    averaged,
     deployed,
     kind,
     mflop,
@@ -197,6 +198,8 @@ def _window(plan: Plan) -> Iterator[ET.Element]:
         f"communication, exposed {milliseconds(forward.exposed_before_us)} before and "
         f"{milliseconds(forward.exposed_after_us)} after."
     )
+    if plan.gradients is not None:
+        caption += f" In {averaged(plan.gradients)}."
     head = element("thead", element("tr", *(element("th", name, scope="col") for name in names)))
     table = element("table", element("caption", caption), head, element("tbody", *rows))
     yield element("section", element("h2", "Window, estimated"), table)

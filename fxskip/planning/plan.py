@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 
 from fxskip.planning.deployment import Wishes, deployment
+from fxskip.planning.gradients import GradientCosts, gradient_costs
 from fxskip.planning.window import LayerWindow, Window, exposed, layer_windows, window
 from fxskip.schedule.costs import Costs, ModelCosts
 from fxskip.schedule.roofline import Deployment, Transfer, Work, transfers, work
@@ -85,6 +86,8 @@ class Plan:
     layers: tuple[LayerWindow, ...]
     """Equation (9) of each layer that exchanges tokens, estimated."""
     forward: Forward
+    gradients: GradientCosts | None
+    """Averages of gradients in the backward pass, if the spec asks for them and ranks have tokens of their own."""
     parameters: int
     """All parameters of the model, each once."""
     outside_parameters: int | None
@@ -169,6 +172,7 @@ def make_plan(
     original = connect(Spec(fxskip=1), blocks).connections
     works = [work(c, chosen) for c in costs.blocks]
     moves = [transfers(b.kind, c, chosen) for b, c in zip(blocks, costs.blocks, strict=True)]
+    compute_us = total(part.est_us for parts in works for part in parts)
     before, after = (exposed(c, works, moves) for c in (original, wiring.connections))
     return Plan(
         model=model,
@@ -179,11 +183,12 @@ def make_plan(
         deployment=chosen,
         layers=layer_windows(wiring.connections, works, moves, before, after),
         forward=Forward(
-            total(part.est_us for parts in works for part in parts),
+            compute_us,
             total(move.est_us for block in moves for move in block),
             total(before.values()),
             total(after.values()),
         ),
+        gradients=gradient_costs(spec.schedule, blocks, costs, chosen, compute_us),
         parameters=costs.parameters,
         outside_parameters=costs.outside,
         head_parameters=costs.head,

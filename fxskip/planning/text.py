@@ -8,7 +8,17 @@ from rich.table import Table
 from fxskip.planning.fold import Fold, fold
 from fxskip.planning.plan import Plan, PlannedBlock
 from fxskip.planning.window import LayerWindow
-from fxskip.planning.words import deployed, mflop, milliseconds, short, span, transfer_words, verdict, whole
+from fxskip.planning.words import (
+    averaged,
+    deployed,
+    mflop,
+    milliseconds,
+    short,
+    span,
+    transfer_words,
+    verdict,
+    whole,
+)
 
 WIDTH = 150
 _WINDOW = (
@@ -59,6 +69,8 @@ def _totals(plan: Plan) -> list[str]:
             f", {milliseconds(forward.communication_us)} of communication, of which nothing can hide "
             f"{before} before and {after} after"
         )
+    if plan.gradients is not None:
+        lines.append(f"            {averaged(plan.gradients)}")
     return lines
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxskip import wiring
+from fxskip.planning.gradients import GradientCosts
 from fxskip.planning.plan import Plan, PlannedBlock
 from fxskip.planning.window import LayerWindow
 from fxskip.schedule.costs import Costs
@@ -109,6 +110,14 @@ def deployed(deployment: Deployment) -> str:
     return (
         f"{d.hardware.name}, {d.dtype}{instead}, {d.tokens} tokens a rank, sequences of {d.context}, "
         f"experts over {d.expert} ranks{exchange}{assumed}, other matrices over {d.tensor}"
+    )
+
+
+def averaged(gradients: GradientCosts) -> str:
+    """What is averaged in the backward pass, and beside what."""
+    return (
+        f"one backward pass: {short(gradients.bytes, 'B')} of gradients averaged over {gradients.ranks} ranks, "
+        f"{milliseconds(gradients.est_us)} beside {milliseconds(gradients.compute_us)} of compute"
     )
 
 

@@ -21,6 +21,7 @@ from fxskip.collectives.peer_memory import require_device_mesh
 from fxskip.errors import PassError
 from fxskip.leaves import holds_experts, make_leaf
 from fxskip.parallel import EXPERT, TENSOR, ExpertStack, Ranks, RegionParallel
+from fxskip.runtime.gradients_in_backward import GradientsInBackward
 from fxskip.runtime.regions import Region
 from fxskip.runtime.same_everywhere import require_same_everywhere
 from fxskip.schedule.hardware import DEFAULT_HARDWARE, Transport, hardware_names, load_hardware
@@ -55,6 +56,7 @@ def spread(
     if common.transport == "copy_engine":
         connect_devices(mesh[common.expert_axis])
     following = [*list(layers.values())[1:], None]
+    ranks = Ranks(mesh)
     for (path, layer), after in zip(layers.items(), following, strict=True):
         assert isinstance(layer, Region)
         stacks = tuple(_cut(layer, inner, mesh[common.expert_axis]) for inner in found[path])
@@ -62,11 +64,27 @@ def spread(
             for inner, how in plans[path].items():
                 cut_linear(layer, inner, how, mesh[TENSOR])
         defers = common.mode != "reference" and after is not None and _has_several_streams(after)
-        layer.fxskip_ranks = Ranks(mesh)
+        layer.fxskip_ranks = ranks
         layer.fxskip_parallel = replace(common, experts=stacks, defers=defers)
     # DistributedDataParallel averages what all processes hold; each has experts of its own.
     sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
     model._ddp_params_and_buffers_to_ignore = sharded  # type: ignore[assignment]
+    if common.schedule.gradients == "in_backward":
+        _average_in_backward(model, layers, common)
+
+
+def _average_in_backward(model: nn.Module, layers: Mapping[str, nn.Module], parallel: RegionParallel) -> None:
+    gradients = GradientsInBackward(model)
+    gradients.prepare(parallel)
+    if all(lane.group is None for lane in gradients.plan.lanes):
+        raise PassError(
+            "schedule.gradients: in_backward",
+            "all processes have the same tokens, so their gradients are equal",
+            hint="leave schedule.gradients out, or add processes with tokens of their own to the mesh",
+        )
+    gradients.agree()
+    for layer in layers.values():
+        layer.fxskip_gradients = gradients  # type: ignore[assignment]
 
 
 def _common(spec: Spec, mesh: DeviceMesh) -> RegionParallel:

@@ -29,6 +29,7 @@ from fxskip.errors import CaptureError, CollectiveError, PassError
 from fxskip.leaves import make_leaf, running
 from fxskip.parallel import Ranks, RegionParallel
 from fxskip.pipeline import parallelise, rewire
+from fxskip.runtime.gradients_in_backward import GradientsInBackward
 from fxskip.runtime.layer_cache import layer_caches, on_device, uses_one_part
 from fxskip.runtime.lowering import lowered
 from fxskip.runtime.observed import Observed
@@ -65,15 +66,18 @@ class Region(nn.Module):
     fxskip_lower: str
     fxskip_parallel: RegionParallel | None = None
     fxskip_ranks: Ranks
+    fxskip_gradients: GradientsInBackward | None = None
 
     @_not_compiled_by_others
     def __call__(self, hidden_states: Tensor | Streams, *args: Any, **kwargs: Any) -> Any:
         """Call the layer, with the hooks on it. Hooks on what it is called with find finished streams."""
         if self.fxskip_parallel is None:
             return super().__call__(hidden_states, *args, **kwargs)
-        if self.fxskip_layer == 0 and backward_pass() == -1:
-            begin_pass()
         try:
+            if self.fxskip_layer == 0 and backward_pass() == -1:
+                begin_pass()
+                if self.fxskip_gradients is not None and torch.is_grad_enabled():
+                    self.fxskip_gradients.prepare(self.fxskip_parallel)
             return super().__call__(_entering(self, hidden_states), *args, **kwargs)
         except _StopRecomputationError:  # how torch's checkpoint ends a second run that has gone far enough
             drain()

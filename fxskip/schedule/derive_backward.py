@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from fxskip.errors import ScheduleError
@@ -20,7 +20,7 @@ def derive_backward(
     split_weights: bool = False,
     weight_share: float = 0.5,
     defer_weights: bool = False,
-    gradient_reduce_us: Mapping[str, float] | None = None,
+    reductions: Mapping[Task, Collection[str]] | None = None,
 ) -> TaskGraph:
     """The tasks that backpropagate through `forward`, with every need reversed.
 
@@ -33,14 +33,14 @@ def derive_backward(
     split_weights       take the weight gradient of tasks that have weights out: nobody waits for it but its reduction
     weight_share        part of such a task's backward that is the weight gradient
     defer_weights       where layers run in order, a weight gradient may run in the next layer's region
-    gradient_reduce_us  cost of the data-parallel all-reduce of a task's weight gradients, by forward name; each
-                        becomes `x.reduce` on the lane "data"
+    reductions          data-parallel all-reduces of weight gradients, as tasks, with the names of the forward tasks
+                        whose gradients each adds up; nobody waits for them but the end of the pass
 
     Raises ScheduleError for a factor or share out of range and for names that do not exist.
     """
-    reduced = dict(gradient_reduce_us or {})
-    _check(forward, compute_factor, weight_share, reduced)
-    tasks: list[Task] = []
+    waiting = {task: set(names) for task, names in (reductions or {}).items()}
+    _check(forward, compute_factor, weight_share, waiting)
+    tasks: list[Task] = [task for task, names in waiting.items() if not names]
     needs: dict[str, list[str]] = {}
     gradient: dict[str, str] = {}
     for task in reversed(list(forward)):
@@ -58,9 +58,11 @@ def derive_backward(
             last = replace(last, kernel="long")  # a weight gradient is one matrix product
             tasks.append(last)
             needs[last.name] = [first.name]
-        if task.name in reduced:
-            tasks.append(_reduction(task, reduced[task.name], last))
-            needs[tasks[-1].name] = [last.name]
+        for reduction, names in waiting.items():
+            if task.name in names:
+                names.discard(task.name)
+                needs.setdefault(reduction.name, []).append(last.name)
+                tasks += [reduction] if not names else []
     for consumer, producers in forward.needs.items():
         for producer in producers:
             if producer in gradient and consumer in gradient:
@@ -84,24 +86,21 @@ def _renamed(task: Task, ending: str) -> Task:
     return replace(task, name=task.name + ending, role=role, phase="backward", has_weights=False)
 
 
-def _reduction(task: Task, cost_us: float, after: Task) -> Task:
-    return replace(
-        _renamed(task, ".reduce"), lane="data", cost_us=cost_us, host_us=0.0, may_cross=after.may_cross
-    )
-
-
-def _check(forward: TaskGraph, factor: float, share: float, reduced: Mapping[str, float]) -> None:
+def _check(
+    forward: TaskGraph, factor: float, share: float, reductions: Mapping[Task, Collection[str]]
+) -> None:
     if not factor > 0:
         raise ScheduleError("derive_backward", f"compute_factor is {factor!r}", hint="write a number above 0")
     if not 0 < share < 1:
         raise ScheduleError(
             "derive_backward", f"weight_share is {share!r}", hint="write a part of 1, such as 0.5"
         )
-    with_weights = [task.name for task in forward if task.has_weights]
-    for name in reduced:
-        if name not in with_weights:
-            raise ScheduleError(
-                "derive_backward",
-                f"gradient_reduce_us names {name!r}, which is no task with weights",
-                hint=did_you_mean(name, with_weights),
-            )
+    computing = [task.name for task in forward if task.lane == COMPUTE]
+    for reduction, names in reductions.items():
+        for name in names:
+            if name not in computing:
+                raise ScheduleError(
+                    "derive_backward",
+                    f"{reduction.name} adds up gradients of {name!r}, which is no compute task",
+                    hint=did_you_mean(name, computing),
+                )

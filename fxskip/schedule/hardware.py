@@ -144,6 +144,12 @@ class Hardware(Strict):
         default={}, description="by transport; one that is absent is not modelled"
     )
 
+    def transfer_us(self, ranks: int, sent_bytes: float) -> float:
+        """Estimated microseconds of a collective of `ranks` neighbours, each of which sends so many bytes to others."""
+        inside = ranks <= self.domain.gpus
+        rate = self.domain.bytes_per_s(ranks) if inside else self.network.link_bytes_per_s.per_s
+        return 1e6 * (sent_bytes / rate + self.collective_start_s.value)
+
 
 def load_hardware(source: str | PathLike[str] | Hardware) -> Hardware:
     """Read and check a hardware file: its path, the name of one in specs/hardware ("h200"), or a Hardware.

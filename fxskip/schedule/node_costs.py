@@ -89,13 +89,10 @@ class NodeCosts:
 
     def exchange_us(self, node: fx.Node) -> float:
         """Of the exchange or sum that `node` starts or waits for. A ring sends what it adds up twice."""
-        domain = self.hardware.domain
         is_sum = not _is_routed(node)
         ranks = self.parallel.tensor_size if is_sum and self.parallel.tensor_size > 1 else self.parallel.ranks
         sent = self.bytes(node) * (ranks - 1) / ranks * (2 if is_sum else 1)
-        inside = ranks <= domain.gpus
-        rate = domain.bytes_per_s(ranks) if inside else self.hardware.network.link_bytes_per_s.per_s
-        return 1e6 * (sent / rate + self.hardware.collective_start_s.value)
+        return self.hardware.transfer_us(ranks, sent)
 
     def _size(self, node: fx.Node) -> int:
         """Elements; of what has one row for each choice of a token, on average."""

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 
 from fxskip.parallel import RegionParallel
 from fxskip.schedule.derive_backward import derive_backward
+from fxskip.schedule.gradient_sums import GRADIENT_LANES
 from fxskip.schedule.region_tasks import ARRIVAL, RegionTasks, wait_step
 from fxskip.schedule.result import Schedule
-from fxskip.schedule.solve_region import measured_graph, solved
+from fxskip.schedule.solve_region import gradient_us, measured_graph, solved
 from fxskip.schedule.tasks import Task, TaskGraph
 
 _DGRAD, _WGRAD, _WHOLE = ".dgrad", ".wgrad", ".bwd"
@@ -44,9 +45,27 @@ def order_backward(tasks: RegionTasks, parallel: RegionParallel, split: Collecti
     no order keeps to `max_in_flight_mib`.
     """
     forward = _with_gradients(measured_graph(tasks, parallel.schedule.costs), tasks, split)
-    graph = _crossing(derive_backward(forward, split_weights=True), tasks)
-    schedule = solved(graph, tasks.copies, parallel)
+    reductions = _reductions(tasks, parallel)
+    graph = _crossing(derive_backward(forward, split_weights=True, reductions=reductions), tasks)
+    schedule = solved(_without_gradient_bytes(graph), tasks.copies, parallel)
+    records = [replace(one, bytes=graph[one.name].bytes_in_flight) for one in schedule.collectives]
+    schedule = replace(schedule, collectives=tuple(records))
     return BackwardSchedule(graph, schedule, tuple(_events(tasks, schedule)))
+
+
+def _reductions(tasks: RegionTasks, parallel: RegionParallel) -> dict[Task, list[str]]:
+    """The all-reduces of gradients of all copies, and the forward tasks that each adds up gradients of."""
+    return {
+        one.task(copy, gradient_us(one, parallel)): [f"{copy}.{r}" for r in tasks.gradients_of(one.lane)]
+        for copy in range(tasks.copies)
+        for one in parallel.gradients
+    }
+
+
+def _without_gradient_bytes(graph: TaskGraph) -> TaskGraph:
+    """For the cap: where gradients in flight reach it, the runtime waits for the oldest, whatever the order."""
+    tasks = [replace(t, bytes_in_flight=0) if t.lane in GRADIENT_LANES else t for t in graph]
+    return TaskGraph(tasks, graph.needs, backward=True)
 
 
 def _with_gradients(graph: TaskGraph, tasks: RegionTasks, split: Collection[str]) -> TaskGraph:
@@ -71,7 +90,10 @@ def _events(tasks: RegionTasks, schedule: Schedule) -> Iterator[str]:
     own = max(0, min(1, tasks.copies - 1))  # backward runs from the last copy to copy 0: the last but one
     arriving = {f"0.{ARRIVAL}{_WHOLE}"} if tasks.copies == 1 else set()
     arriving |= {f"{own - 1}.{role}{_WHOLE}" for role in tasks.leaving}
+    sums = {one.name for one in schedule.placed if one.lane in GRADIENT_LANES}
     for step in schedule.steps:
+        if step.task in sums:  # hooks on parameters start them
+            continue
         layer, _, named = step.task.partition(".")
         role = named.removesuffix(_WHOLE)
         if step.task in arriving:

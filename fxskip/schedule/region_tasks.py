@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from fxskip.collectives.border import arrived_value, leave_pending, stand_in
-from fxskip.collectives.expert_parallel import start_counts, wait_counts
+from fxskip.collectives.expert_parallel import run_own_experts, start_counts, wait_counts
 from fxskip.collectives.in_flight import start_of_next
 from fxskip.ir import info, stream_inputs, stream_outputs
 from fxskip.parallel import EXPERT
 from fxskip.passes.dependencies import Unit
 from fxskip.passes.split_collectives import is_start, is_wait, sends_forward, take_off, take_off_sum
 from fxskip.schedule.node_costs import NodeCosts, is_attention, is_heavy
-from fxskip.schedule.tasks import COMPUTE, HOST, Task, TaskGraph
+from fxskip.schedule.tasks import COMPUTE, EXPERT_DATA, HOST, Task, TaskGraph
 
 _COPIES = 4
 """Regions in a row for which an order is sought: enough for what crosses a border to settle."""
@@ -70,6 +70,15 @@ class RegionTasks:
     def copy(self) -> int:
         """Number of the region in the graph that stands for one between others."""
         return max(0, self.copies - 2)
+
+    def gradients_of(self, lane: str) -> tuple[str, ...]:
+        """Roles whose backward makes the gradients that are added up on `lane`: of experts, or of all parameters."""
+        computing = {task.role for task in self.graph if task.lane == COMPUTE} & self.roles.keys()
+        if lane == EXPERT_DATA:
+            computing = {
+                r for r in computing if any(_runs_experts(n) for u in self.roles[r] for n in u.nodes)
+            }
+        return tuple(role for role in self.roles if role in computing)
 
     def mark(self) -> None:
         """Note in the metadata of the units' nodes which task each belongs to, or waits for."""
@@ -304,6 +313,10 @@ class _Builder:
             number = next(i for i, marker in self.inputs.items() if marker is node)
             left = self.outputs[number].args[0] if number in self.outputs else None
         return left if isinstance(left, fx.Node) else None
+
+
+def _runs_experts(node: fx.Node) -> bool:
+    return node.target is run_own_experts
 
 
 def _starts(node: fx.Node) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fxskip.errors import ScheduleError
 from fxskip.parallel import EXPERT, RegionParallel
 from fxskip.schedule.cost_table import load_costs
+from fxskip.schedule.gradient_sums import GRADIENT_LANES, GradientSum
 from fxskip.schedule.hardware import load_hardware
 from fxskip.schedule.machine import Machine, contention_of
 from fxskip.schedule.optimal import solve_optimal
@@ -47,13 +50,30 @@ def measured_graph(tasks: RegionTasks, costs: str) -> TaskGraph:
     table = load_costs(costs).costs_us
     unknown = sorted({task.role for task in tasks.graph} - set(table))
     if unknown:
-        raise ScheduleError(
-            "schedule.costs",
-            f"the table has no cost for {', '.join(unknown)}",
-            where=costs,
-            hint="measure this model with fxskip trace, or write costs: roofline",
-        )
+        raise _not_in_table(unknown, costs)
     return tasks.graph.with_costs({task.name: table[task.role] for task in tasks.graph})
+
+
+def gradient_us(one: GradientSum, parallel: RegionParallel) -> float:
+    """Microseconds of an all-reduce of gradients, by the costs that the spec asks for.
+
+    Raises ScheduleError where their table lacks it.
+    """
+    if parallel.schedule.costs == "roofline":
+        return one.roofline_us(load_hardware(parallel.hardware))
+    table = load_costs(parallel.schedule.costs).costs_us
+    if one.role not in table:
+        raise _not_in_table([one.role], parallel.schedule.costs)
+    return table[one.role]
+
+
+def _not_in_table(roles: Sequence[str], path: str) -> ScheduleError:
+    return ScheduleError(
+        "schedule.costs",
+        f"the table has no cost for {', '.join(roles)}",
+        where=path,
+        hint="measure this model with fxskip trace, or write costs: roofline",
+    )
 
 
 def machine_of(parallel: RegionParallel) -> Machine | None:
@@ -61,4 +81,5 @@ def machine_of(parallel: RegionParallel) -> Machine | None:
     if parallel.transport == "gloo":
         return None
     contention = contention_of(load_hardware(parallel.hardware), parallel.transport)
-    return Machine(contention={EXPERT: contention}) if contention is not None else None
+    lanes = (EXPERT, *GRADIENT_LANES)
+    return Machine(contention=dict.fromkeys(lanes, contention)) if contention is not None else None

@@ -22,6 +22,8 @@ COMPUTE = "compute"
 """The lane of kernels that compute: one CUDA stream."""
 HOST = "host"
 """The lane of what the host must do itself and waits for, such as reading split sizes."""
+DATA, EXPERT_DATA = "data", "expert_data"
+"""Lanes of gradients that are added up: of what processes with other tokens hold alike, of copies of their experts."""
 
 FirstKernel = Literal["short", "long"]
 WorkKind = Literal["matrix", "attention", "elementwise"]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from fxskip.errors import ScheduleError
 from fxskip.schedule.cost_table import CostKey, CostTable, merged_costs
+from fxskip.schedule.gradient_sums import GRADIENT_LANES
 from fxskip.tracing.figures import Rank
 from fxskip.tracing.records import StepRecord
 
@@ -43,10 +44,11 @@ def _of_rank(records: Sequence[StepRecord], roles: Mapping[str, str | None]) -> 
 
 
 def _of_step(record: StepRecord) -> list[tuple[str, float]]:
-    """Role and time of each task of each layer in the forward; a task that was cut in two is one."""
+    """Role and time of each task of each layer in the forward, and of each sum of gradients; what was cut is one."""
     sums: dict[tuple[int, str], float] = {}
     for task in record.tasks:
         if task.phase == "forward":
             sums[task.layer, task.role] = sums.get((task.layer, task.role), 0.0) + task.us
     forward = [(role, us) for (_, role), us in sums.items()]
-    return forward + [(one.role, one.us) for one in record.flights if one.phase == "forward"]
+    sent = [one for one in record.flights if one.phase == "forward" or one.lane in GRADIENT_LANES]
+    return forward + [(one.role, one.us) for one in sent]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fxskip.schedule.derive_backward import derive_backward
+from fxskip.schedule.gradient_sums import HEAD, behind_its_gradients
 from fxskip.schedule.machine import Machine
 from fxskip.schedule.order_region import RegionSchedule
 from fxskip.schedule.overlap import OverlapFigures, overlap_figures
@@ -28,15 +29,23 @@ class Estimate:
     """Simulated, with contention where the hardware file knows of it."""
 
 
-def estimated(layers: Sequence[RegionSchedule], *, backward: bool) -> dict[Phase, Estimate]:
-    """By phase. The backward runs in the mirror image of the forward's order."""
+def estimated(
+    layers: Sequence[RegionSchedule], *, backward: bool, reductions: Sequence[Task] = ()
+) -> dict[Phase, Estimate]:
+    """By phase. The backward runs in the mirror image of the forward's order.
+
+    reductions   all-reduces of gradients in the backward, in the order in which they start; each does so behind the
+                 tasks that make its gradients
+    """
     graph, order = whole_model(layers)
     machine = layers[0].machine
     found: dict[Phase, Estimate] = {"forward": _estimate(graph, order, machine)}
     if backward:
-        reverse = derive_backward(_differentiable(graph))
+        needs = {task: _adds_up(task, layers) for task in reductions}
+        reverse = derive_backward(_differentiable(graph), reductions=needs)
         mirrored = [f"{name}.bwd" for name in reversed(order) if f"{name}.bwd" in reverse]
-        found["backward"] = _estimate(reverse, mirrored, machine)
+        sums = {task.name: reverse.producers(task.name) for task in reductions}
+        found["backward"] = _estimate(reverse, behind_its_gradients(mirrored, sums), machine)
     return found
 
 
@@ -66,6 +75,14 @@ def whole_model(layers: Sequence[RegionSchedule]) -> tuple[TaskGraph, list[str]]
             if graph[name].is_collective and not any(c in own for c in graph.consumers(name))
         }
     return TaskGraph(tasks, needs), order
+
+
+def _adds_up(reduction: Task, layers: Sequence[RegionSchedule]) -> list[str]:
+    """The forward tasks whose gradients it adds up. The head, which is no task, comes before all layers."""
+    if reduction.role.startswith(HEAD):
+        return []
+    number = reduction.layer
+    return [f"{number}.{role}" for role in layers[number].tasks.gradients_of(reduction.lane)]
 
 
 def _differentiable(graph: TaskGraph) -> TaskGraph:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxskip.collectives.measuring import Place
+from fxskip.schedule.gradient_sums import GRADIENT_LANES
 from fxskip.schedule.order_region import RegionSchedule
 from fxskip.schedule.tasks import COMPUTE, HOST
 from fxskip.tracing.clocks import Clock, Mark, finish
@@ -165,6 +166,8 @@ class Recorder:
 
     def place_of(self, name: str) -> Place:
         """Where a collective belongs: forward, the task that runs; its reverse, the last one of its name."""
+        if any(f" ({lane}) of " in name for lane in GRADIENT_LANES):  # whatever runs meanwhile
+            return _by_name(name)
         known = self._roles.setdefault(name.removeprefix(_REVERSE), [])
         if name.startswith(_REVERSE):
             place = known.pop() if known else _by_name(name.removeprefix(_REVERSE))

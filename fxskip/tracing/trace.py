@@ -17,9 +17,12 @@ from fxskip.checkpoint.family import require_record, rewired_layers
 from fxskip.checkpoint.program import program_record
 from fxskip.errors import PassError
 from fxskip.parallel import RegionParallel
+from fxskip.runtime.gradients_in_backward import GradientsInBackward
 from fxskip.runtime.regions import Region
 from fxskip.schedule.cost_table import CostKey, save_costs
 from fxskip.schedule.order_region import RegionSchedule
+from fxskip.schedule.solve_region import gradient_us
+from fxskip.schedule.tasks import Task
 from fxskip.tracing.estimate import collective_behind, estimated
 from fxskip.tracing.figures import Rank
 from fxskip.tracing.runs import MODES, Mode, Stepper, run_modes
@@ -61,6 +64,7 @@ def trace(
     scheduled = [one for one in schedules if one is not None]
     if len(scheduled) < len(layers):
         scheduled = []
+    sums = _gradient_sums(layers[0]) if stepper.gradients else []
     ranks = _gathered(runs) if parallel is not None else [runs]
     about = About(
         type(model).__name__,
@@ -75,9 +79,9 @@ def trace(
     )
     timeline = Timeline(
         about,
-        estimated(scheduled, backward=stepper.gradients) if scheduled else {},
+        estimated(scheduled, backward=stepper.gradients, reductions=sums) if scheduled else {},
         tuple(ranks),
-        _roles(scheduled),
+        _roles(scheduled, sums),
     )
     if out is not None and (parallel is None or dist.get_rank() == 0):
         write(timeline, Path(out))
@@ -139,8 +143,21 @@ def _gathered(runs: Rank) -> list[Rank]:
     return cast(list[Rank], found)
 
 
-def _roles(layers: list[RegionSchedule]) -> dict[str, str | None]:
+def _gradient_sums(layer: nn.Module) -> list[Task]:
+    """The all-reduces of gradients in the backward pass, in the order in which they start."""
+    gradients, parallel = layer.fxskip_gradients, layer.fxskip_parallel
+    if not isinstance(gradients, GradientsInBackward) or not isinstance(parallel, RegionParallel):
+        return []
+    sent = [bucket for bucket in gradients.plan.buckets if bucket.sends]
+    return [b.in_schedule.task(b.layer, gradient_us(b.in_schedule, parallel)) for b in sent]
+
+
+def _roles(layers: list[RegionSchedule], sums: list[Task]) -> dict[str, str | None]:
+    """Of all tasks that a table of costs is to have; empty where no layer was scheduled."""
+    if not layers:
+        return {}
     roles: dict[str, str | None] = {task.role: None for region in layers for task in region.graph}
+    roles |= {task.role: None for task in sums}
     behind = collective_behind(layers)
     return roles | ({"arrival": next(iter(behind.values()))} if behind else {})
 

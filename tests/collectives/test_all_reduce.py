@@ -57,6 +57,7 @@ def may_have_no_tokens(rank: int, folder: Path) -> None:
     assert bool(got.gradients[experts].to_local().any()) == (rank == 0)
 
 
+@pytest.mark.distributed
 @pytest.mark.slow
 def test_two_processes_with_the_same_tokens(tmp_path: Path) -> None:
     run_on_ranks([shows_a_dropped_sum, may_have_no_tokens], tmp_path, limit_s=400)
@@ -73,6 +74,7 @@ class AllWirings:
             assert_equal_to_one_process(self.kind, preset, PARALLEL)
 
 
+@pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_wirings(kind: str, tmp_path: Path) -> None:

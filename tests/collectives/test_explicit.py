@@ -291,21 +291,27 @@ def test_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_errors_and_loops(tmp_path: Path) -> None:
-    errors = (an_error_in_forward, an_error_in_backward, other_parameters, watched, sums_over_ranks)
-    checks = (waiting_at_once, without_gradients, *errors, loops, more_loops, beside_ddp)
-    run_on_ranks(checks, tmp_path, limit_s=900)
+def test_errors(tmp_path: Path) -> None:
+    checks = (an_error_in_forward, an_error_in_backward, other_parameters, watched, sums_over_ranks)
+    run_on_ranks(checks, tmp_path, limit_s=560)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_loops(tmp_path: Path) -> None:
+    checks = (waiting_at_once, without_gradients, loops, more_loops, beside_ddp)
+    run_on_ranks(checks, tmp_path, limit_s=560)
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_recomputation(tmp_path: Path) -> None:
     checks = [partial(recomputation, how) for how in ("layer", "selective")]
-    run_on_ranks(checks, tmp_path, limit_s=600)
+    run_on_ranks(checks, tmp_path, limit_s=560)
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["deepseek_v2", "qwen3_moe", "mixtral"])
 def test_presets(kind: str, tmp_path: Path) -> None:
-    run_on_ranks([partial(every_preset, kind)], tmp_path, limit_s=600)
+    run_on_ranks([partial(every_preset, kind)], tmp_path, limit_s=560)

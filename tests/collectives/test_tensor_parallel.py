@@ -122,10 +122,12 @@ class _OtherLinear(nn.Linear):
     pass
 
 
+@pytest.mark.distributed
 def test_two_processes(tmp_path: Path) -> None:
     run_on_ranks([is_equal_to_one_process], tmp_path, limit_s=300)
 
 
+@pytest.mark.distributed
 @pytest.mark.slow
 def test_two_processes_in_detail(tmp_path: Path) -> None:
     run_on_ranks(
@@ -148,6 +150,7 @@ class AllWirings:
                 assert_equal_to_one_process(self.kind, preset, TENSOR if self.kind == "llama4_text" else BOTH)
 
 
+@pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_wirings(kind: str, tmp_path: Path) -> None:

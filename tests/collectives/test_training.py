@@ -285,22 +285,27 @@ def dropout_in_all_modes(rank: int, folder: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_training(tmp_path: Path) -> None:
+def test_ways_to_run(tmp_path: Path) -> None:
+    checks = (dropout_in_all_modes, autocast, frozen_parameters, without_gradients, generation)
+    run_on_ranks(checks, tmp_path, limit_s=560)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_several_passes(tmp_path: Path) -> None:
     checks = (
-        dropout_in_all_modes,
-        autocast,
-        frozen_parameters,
-        without_gradients,
-        generation,
         accumulation,
         two_forwards_then_two_backwards,
         backward_twice,
         gradients_of_inputs_alone,
         second_derivatives_are_refused,
         a_copy,
-        anomaly_detection,
-        saved_tensors_on_the_cpu,
-        hooks_of_the_user,
-        recorded_outputs,
     )
+    run_on_ranks(checks, tmp_path, limit_s=560)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_onlookers(tmp_path: Path) -> None:
+    checks = (anomaly_detection, saved_tensors_on_the_cpu, hooks_of_the_user, recorded_outputs)
     run_on_ranks(checks, tmp_path, limit_s=560)

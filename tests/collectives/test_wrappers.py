@@ -234,15 +234,17 @@ def reentrant_checkpointing_is_refused(rank: int, folder: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_wrappers(tmp_path: Path) -> None:
+def test_data_parallel(tmp_path: Path) -> None:
+    checks = (ddp, ddp_accumulates_without_sync, fsdp, fsdp_in_mixed_precision, fsdp_casts_at_the_border)
+    run_on_ranks(checks, tmp_path, limit_s=560)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_recomputation(tmp_path: Path) -> None:
     checks = (
-        ddp,
-        fsdp,
         checkpointing,
         recompute_of_the_spec,
-        ddp_accumulates_without_sync,
-        fsdp_in_mixed_precision,
-        fsdp_casts_at_the_border,
         selective_checkpointing,
         several_layers_in_one_checkpoint,
         fsdp_and_checkpointing,

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from fxskip.loss import hidden_kernels, row_kernels, sparse_kernels
 from fxskip.loss.gradient_rules import SCALE_BLOCK
 from fxskip.loss.hidden_triton import Tuning as PairTuning
-from fxskip.loss.sparse_triton import COMPARED_ENTRIES, capacity_of, tuning_for
+from fxskip.loss.sparse_triton import COMPARED_ENTRIES, Tuning, capacity_of
 
 H200 = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -64,8 +64,7 @@ def main(which):
     tails = range(4) if which == "all" else (1,)
     stages = range(3) if which == "all" else (0,)
     vocabulary = {"V": 129280}  # a multiple of no step: both loops of a row
-    rows, pairs = tuning_for(vocabulary["V"], plain=False), PairTuning()
-    plain = tuning_for(vocabulary["V"], plain=True)
+    rows, pairs = Tuning(), PairTuning()
     every_ids = [(one, "i64") for one in dtypes] + [(dtypes[0], "i32")]
     for ((logits, gradient), ids), width in product(every_ids, widths):
         sizes = {"CAPACITY": capacity_of(width), "BLOCK_K": 128, "BLOCK_J": rows.support_block}
@@ -78,11 +77,6 @@ def main(which):
         compiled(
             sparse_kernels.reduce_rows, logits, gradient, rows.warps, BLOCK=rows.block, TAIL=tail, STAGE=stage,
             CAPACITY=112, BLOCK_K=128, WITH_GRADIENT=wanted, **vocabulary,
-        )  # fmt: skip
-    for (logits, gradient), tail, stage in product(dtypes, tails, stages):
-        compiled(
-            sparse_kernels.reduce_rows, logits, gradient, plain.warps, BLOCK=plain.block, TAIL=tail, STAGE=stage,
-            CAPACITY=112, BLOCK_K=128, WITH_GRADIENT=True, HAS_BIAS=False, HAS_SOFTCAP=False, **vocabulary,
         )  # fmt: skip
     kinds = [(kind, stage) for kind in range(3) for stage in range(4) if kind == 2 or stage != 2]
     chosen = kinds if which == "all" else [(2, 0)]

@@ -278,3 +278,35 @@ def test_a_teacher_of_another_dtype():
 def test_a_wrong_type_is_named(name, value):
     with pytest.raises(FxskipError, match=f"hidden_kl: {name} is"):
         hidden_kl(*Case().arguments, **{name: value})
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("side", ["student_hidden", "teacher_hidden"])
+def test_nan_is_in_the_loss_and_in_the_gradient(implementation, beta, side):
+    """A training loop that skips steps of a NaN loss must not step into a NaN gradient, or the reverse."""
+    case = Case()
+    with torch.no_grad():
+        getattr(case, side)[4] = torch.nan
+    loss = hidden_kl(*case.arguments, beta=beta, implementation=implementation)
+    (gradient,) = torch.autograd.grad(loss, case.student_hidden)
+    assert loss.isnan()
+    assert gradient[4].isnan().all()
+
+
+def test_transforms_of_functions_are_refused():
+    case = Case()
+    student, *others = case.arguments
+    student = student.detach()
+    for transformed in (
+        lambda: torch.func.grad(lambda x: hidden_kl(x, *others))(student),
+        lambda: torch.func.vmap(lambda x: hidden_kl(x, *others))(torch.stack([student, student])),
+        lambda: torch.func.jvp(lambda x: hidden_kl(x, *others), (student,), (student,)),
+    ):
+        with pytest.raises(FxskipError, match="hidden_kl: torch.func transforms"):
+            transformed()
+
+
+def test_a_learnable_temperature_is_refused():
+    with pytest.raises(FxskipError, match="temperature requires a gradient, and there is none by it"):
+        hidden_kl(*Case().arguments, temperature=torch.nn.Parameter(torch.tensor(2.0)))

@@ -358,7 +358,9 @@ def test_the_operator_is_what_the_compiler_is_told():
     with patch("fxskip.loss.sparse_kl.sparse_kl_operator", wraps=sparse_kl_operator) as called:
         case.call(token_weight=WEIGHTS, counts=COUNTS)
     checks = "test_schema", "test_autograd_registration", "test_faketensor"
-    torch.library.opcheck(sparse_kl_operator, called.call_args.args, test_utils=checks)
+    torch.library.opcheck(
+        sparse_kl_operator, called.call_args.args, called.call_args.kwargs, test_utils=checks
+    )
 
 
 def test_unvalidated_calls_read_nothing_from_the_device():
@@ -372,10 +374,10 @@ def test_unvalidated_calls_read_nothing_from_the_device():
             # The checks around the operator, and its derivative. The kernels would take the addresses of fake tensors.
             case.call(validate=False, implementation="torch").backward()
             with torch.no_grad():
-                sparse_kl_operator._init_fn(*called.call_args.args)  # what it does
+                sparse_kl_operator._init_fn(*called.call_args.args, **called.call_args.kwargs)  # what it does
             case.call(validate=True, implementation="torch")
             with torch.no_grad(), pytest.raises(DataDependentOutputException):
-                sparse_kl_operator._init_fn(*called.call_args.args)
+                sparse_kl_operator._init_fn(*called.call_args.args, **called.call_args.kwargs)
 
 
 @IMPLEMENTATIONS
@@ -528,3 +530,22 @@ def test_counts_of_rows_that_do_not_count():
 def test_the_value_of_a_denominator_is_checked(denominator):
     with pytest.raises(FxskipError, match=f"sparse_kl: denominator is {denominator}"):
         Sparse(options={"denominator": torch.tensor(denominator)}).call()
+
+
+def test_a_teacher_stored_in_bfloat16_and_counts_of_one_byte():
+    entries = 300
+    case = Sparse(vocabulary=400, entries=entries)
+    case.logp = torch.full((N, entries), 1 / entries).log().bfloat16()  # adds up to 1.006
+    expected = case.outcome(counts=torch.full((N,), 100))
+    got = case.outcome(counts=torch.full((N,), 100, dtype=torch.uint8))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    case.logp = torch.full((N, entries), 0.01).log().bfloat16()
+    case.call(counts=torch.full((N,), 100))  # 1.011: the rounding of 100 times 0.01
+    with pytest.raises(FxskipError, match="add up to 3"):
+        case.call()
+
+
+@pytest.mark.parametrize("value", [1e39, 1e-50, math.inf, 10**400])
+def test_numbers_that_float32_cannot_hold(value):
+    with pytest.raises(FxskipError, match="sparse_kl: scale is .*"):
+        Sparse().call(scale=value)

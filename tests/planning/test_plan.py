@@ -199,6 +199,33 @@ def test_json_holds_everything(plan_of):
     assert under == [b.window.combine_under for b in plan.blocks]
 
 
+def test_gradients_averaged_in_the_backward_pass(model, plan_of):
+    """What every rank holds: a ring a layer and one for what is outside; nothing where nobody else has tokens."""
+    spec = {"fxskip": 1, "preset": "farskip", "schedule": {"gradients": "in_backward"}}
+    plan = plan_of(spec, expert_size=4)
+    held = {name: p.numel() * 4 for name, p in model.named_parameters() if ".experts." not in name}
+    h200 = load_hardware("h200")
+    us = [
+        1e6 * (2 * size * 3 / 4 / h200.domain.bytes_per_s(4) + h200.collective_start_s.value)
+        for size in (
+            sum(n for name, n in held.items() if name.startswith(f"model.layers.{layer}."))
+            for layer in range(LAYERS)
+        )
+    ]
+    outside = sum(n for name, n in held.items() if ".layers." not in name)
+    us.append(1e6 * (2 * outside * 3 / 4 / h200.domain.bytes_per_s(4) + h200.collective_start_s.value))
+    found = plan.gradients
+    assert (found.ranks, found.bytes) == (4, sum(held.values()))
+    assert found.est_us == pytest.approx(sum(us))
+    assert found.compute_us == 2 * plan.forward.compute_us
+    assert "of gradients averaged over 4 ranks" in str(plan)
+    assert json.loads(plan.to_json())["gradients"]["bytes"] == found.bytes
+    many = plan_of(spec | {"schedule": {"gradients": "in_backward", "bucket_mib": 1}}, expert_size=4)
+    assert many.gradients == found  # the layers of this model are smaller than a bucket
+    assert plan_of("farskip", expert_size=4).gradients is None
+    assert plan_of(spec, expert_size=1).gradients is None
+
+
 def test_one_process_has_no_communication_to_hide(plan_of):
     alone = plan_of("farskip", expert_size=1)
     assert alone.layers == () and not any(block.transfers for block in alone.blocks)

@@ -52,7 +52,14 @@ sum: split
 parallel:
   expert: {size: 8, exchange: all_reduce}
   tensor: {size: 2}
-schedule: {overlap: none, backward: mirrored, solver: cp_sat, costs: ./table.json, max_in_flight_mib: 512}
+schedule:
+  overlap: none
+  backward: mirrored
+  gradients: in_backward
+  bucket_mib: 64
+  solver: cp_sat
+  costs: ./table.json
+  max_in_flight_mib: 512
 runtime: {recompute: layer, transport: nccl, mode: reference}
 """
 
@@ -254,6 +261,8 @@ WRONG: dict[str, list[str]] = {
     "exchange": ["all_to_al", "alltoall"],
     "overlap": ["ful", "partial"],
     "backward": ["explicitly", "mirror"],
+    "gradients": ["in_backwards", "by call"],
+    "bucket_mib": ["0", "1048577", "-5", "1e3", '"25"'],
     "solver": ["lists", "cpsat"],
     "costs": ["rooflin", '""', '"./a\\0"'],
     "max_in_flight_mib": ["0", "1048577", "-5", "1e3", '"512"'],

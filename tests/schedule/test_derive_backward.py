@@ -4,7 +4,7 @@ import pytest
 
 from fxskip.errors import ScheduleError
 from fxskip.schedule.derive_backward import derive_backward
-from fxskip.schedule.tasks import TaskGraph
+from fxskip.schedule.tasks import Task, TaskGraph
 from tests.schedule.graphs import decoder, task
 
 
@@ -43,22 +43,31 @@ def test_compute_costs_the_factor_and_collectives_the_same():
 
 
 def test_a_weight_gradient_is_waited_for_by_its_reduction_alone():
-    graph = derive_backward(
-        forward(), split_weights=True, weight_share=0.4, gradient_reduce_us={"experts": 77.0}
-    )
+    sums = {reduction("sum", 77.0): ["experts"]}
+    graph = derive_backward(forward(), split_weights=True, weight_share=0.4, reductions=sums)
     assert graph["experts.dgrad"].cost_us == pytest.approx(120.0)
     assert graph["experts.wgrad"].cost_us == pytest.approx(80.0)
     assert graph.producers("experts.wgrad") == ("experts.dgrad",)
-    assert graph.consumers("experts.wgrad") == ("experts.reduce",)
-    assert graph.consumers("gate.wgrad") == graph.consumers("experts.reduce") == ()
+    assert graph.consumers("experts.wgrad") == ("sum",)
+    assert graph.consumers("gate.wgrad") == graph.consumers("sum") == ()
     assert graph.consumers("experts.dgrad") == ("experts.wgrad", "dispatch.bwd")
-    assert (graph["experts.reduce"].lane, graph["experts.reduce"].cost_us) == ("data", 77.0)
+    assert (graph["sum"].lane, graph["sum"].cost_us, graph["sum"].bytes_in_flight) == ("data", 77.0, 640)
     assert "add.wgrad" not in graph  # no weights
 
 
 def test_without_a_split_the_reduction_follows_the_whole_task():
-    graph = derive_backward(forward(), gradient_reduce_us={"gate": 5.0})
-    assert graph.producers("gate.reduce") == ("gate.bwd",)
+    graph = derive_backward(forward(), reductions={reduction("sum", 5.0): ["gate", "experts"]})
+    assert graph.producers("sum") == ("experts.bwd", "gate.bwd")
+    assert graph.program_order[-1] == "sum"
+
+
+def test_a_reduction_of_what_is_no_task_comes_first():
+    graph = derive_backward(forward(), reductions={reduction("sum", 5.0): []})
+    assert graph.producers("sum") == () and graph.program_order[0] == "sum"
+
+
+def reduction(name: str, us: float) -> Task:
+    return Task(name, "data", us, phase="backward", bytes_in_flight=640)
 
 
 def test_the_backward_of_the_backward_has_the_needs_of_the_forward():
@@ -82,7 +91,10 @@ def test_what_finishes_a_pending_value_crosses_the_other_way():
     [
         ({"compute_factor": 0.0}, "compute_factor is 0.0"),
         ({"weight_share": 1.0}, "weight_share is 1.0"),
-        ({"gradient_reduce_us": {"add": 1.0}}, "names 'add', which is no task with weights"),
+        (
+            {"reductions": {reduction("sum", 1.0): ["dispatch"]}},
+            "sum adds up gradients of 'dispatch', which is no",
+        ),
         ({"costs": {"expert.bwd": 1.0}}, "did you mean 'experts.bwd'"),
     ],
 )

@@ -5,6 +5,8 @@ from functools import cache
 
 import pytest
 
+from fxskip.schedule.gradient_sums import GradientSum
+from fxskip.schedule.hardware import load_hardware
 from fxskip.schedule.order_backward import BackwardSchedule, complete_events, order_backward
 from fxskip.schedule.order_region import _costs
 from fxskip.schedule.region_tasks import RegionTasks, region_tasks
@@ -88,6 +90,44 @@ def test_the_cap_on_bytes_in_flight_holds() -> None:
     assert 0 < free <= 1 << 20
     capped = replace(one.parallel, schedule=Schedule(max_in_flight_mib=1))
     assert order_backward(tasks, capped, split(tasks)).schedule.peak_bytes <= 1 << 20
+
+
+# --- gradients that are added up over processes -------------------------------------------------------
+
+SUMS = (
+    GradientSum("expert_gradients", "expert_data", 1 << 18, 2),
+    GradientSum("gradients", "data", 1 << 21, 2),
+)
+
+
+@cache
+def with_sums(spec: str) -> BackwardSchedule:
+    """Under a cap that the gradients exceed by themselves: they have one of their own while they run."""
+    one, tasks = drawn(spec)
+    parallel = replace(one.parallel, gradients=SUMS, schedule=Schedule(max_in_flight_mib=1))
+    return order_backward(tasks, parallel, split(tasks))
+
+
+@pytest.mark.parametrize("spec", ["farskip", "identity"])
+def test_a_sum_starts_behind_its_gradients(spec: str) -> None:
+    tasks, found = drawn(spec)[1], with_sums(spec)
+    weights = {f"1.{role}.wgrad" for role in split(tasks)}
+    experts = {f"1.{r}.wgrad" for r in split(tasks) if "dispatch" in _needs(tasks, r)}
+    assert set(found.graph.producers("1.expert_gradients")) == experts and len(experts) == 1
+    assert set(found.graph.producers("1.gradients")) > weights
+    assert found.graph.consumers("1.gradients") == ()
+    at = found.schedule.order.index
+    assert all(at(name) < at("1.gradients") for name in found.graph.producers("1.gradients"))
+    assert sorted(found.events) == sorted(backward(spec).events)  # hooks start sums, no step does
+
+
+def test_a_sum_has_bytes_and_the_time_of_a_ring() -> None:
+    records = {one.name: one for one in with_sums("farskip").schedule.collectives}
+    h200 = load_hardware("h200")
+    want_us = 1e6 * (2 * (1 << 21) / 2 / h200.domain.bytes_per_s(2) + h200.collective_start_s.value)
+    found = records["2.gradients"]
+    assert (found.lane, found.bytes, found.waited_by) == ("data", 1 << 21, None)
+    assert found.cost_us == pytest.approx(want_us)
 
 
 # --- events that the schedule does not know, and data that forbid its order ---------------------------

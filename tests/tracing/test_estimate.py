@@ -6,11 +6,13 @@ from functools import cache
 import pytest
 
 from fxskip.parallel import RegionParallel
+from fxskip.schedule.gradient_sums import GradientSum
 from fxskip.schedule.machine import Contention, Machine
 from fxskip.schedule.order_region import RegionSchedule, _costs
 from fxskip.schedule.region_tasks import RegionTasks, region_tasks
 from fxskip.schedule.simulate import simulate
 from fxskip.schedule.solve_region import region_schedule
+from fxskip.schedule.tasks import DATA, EXPERT_DATA
 from fxskip.tracing.estimate import collective_behind, estimated, whole_model
 from tests.schedule.regions import region
 
@@ -92,3 +94,35 @@ def test_what_arrives_in_a_layer_of_another_kind():
     graph, order = whole_model(layers)
     assert "2.arrival" not in order
     assert {graph[name].layer for name in graph.consumers("1.combine")} == {2}
+
+
+def test_gradients_are_added_up_behind_what_makes_them():
+    """Head first, a layer's while the one before it runs backward, the embedding's at the end, exposed."""
+    sums = [
+        GradientSum(role, lane, 1 << 20, 2)
+        for role, lane in (("head_gradients", DATA), ("gradients", DATA), ("embedding_gradients", DATA))
+    ]
+    head, own, embedding = sums
+    experts = GradientSum("expert_gradients", EXPERT_DATA, 1 << 18, 2)
+    layers = [layer("farskip")] * LAYERS
+    last = LAYERS - 1
+    reductions = [head.task(last, 30.0)]
+    for number in reversed(range(LAYERS)):
+        reductions += [experts.task(number, 5.0), own.task(number, 20.0)]
+    reductions += [embedding.task(0, 10.0)]
+    found = estimated(layers, backward=True, reductions=reductions)["backward"]
+    order = found.schedule.order
+    compute = [p for p in found.schedule.placed if p.lane == "compute"]
+    at = found.schedule.at
+    for number in range(LAYERS):
+        finished = max(p.end_us for p in compute if p.name.startswith(f"{number}."))
+        assert at[f"{number}.gradients"].start_us >= finished
+        mlp = [p.end_us for p in compute if p.name.startswith(f"{number}.") and p.end_us > 0]
+        assert min(mlp) < at[f"{number}.expert_gradients"].start_us < finished
+    sent = [name for name in order if at[name].lane == DATA]
+    assert sent == [f"{last}.head_gradients", *(f"{n}.gradients" for n in reversed(range(LAYERS))),
+                    "0.embedding_gradients"]  # fmt: skip
+    records = {one.name: one for one in found.schedule.collectives}
+    assert (records["1.gradients"].bytes, records["1.gradients"].cost_us) == (1 << 20, 20.0)
+    assert records["1.gradients"].waited_by is None
+    assert records["0.embedding_gradients"].reason == "no compute is left to run"

@@ -20,6 +20,7 @@ from tests.collectives.spreads import assert_same_bits, deferring, model, own_ba
 from tests.strict_html import StrictHtml
 from tests.tracing.perfetto_format import assert_valid
 from tests.training_loop.ranks import run_on_ranks
+from tests.zoo import VOCAB
 
 LAYERS = 3
 
@@ -136,6 +137,39 @@ def assert_costs_can_be_used(path: Path, timeline: fxskip.Timeline, inputs: dict
     assert known <= set(table.costs_us)
 
 
+def gradients_in_backward(rank: int, folder: Path) -> None:
+    """Their all-reduces are shown, and costed by what was measured."""
+    sums = {
+        *(f"{layer}.gradients" for layer in range(LAYERS)),
+        f"{LAYERS - 1}.head_gradients",
+        "0.embedding_gradients",
+    }
+    schedule = {"gradients": "in_backward"}
+    student, inputs = spread(original(), schedule=schedule), own_batch(rank)
+    timeline = fxskip.trace(student, inputs, folder / "sums", steps=1)
+    dist.barrier()
+    for runs in timeline.ranks:
+        (record,) = runs["as it is"].records
+        sent = [flight for flight in record.flights if flight.lane == "data"]
+        assert {flight.name for flight in sent} == sums and len(sent) == len(sums)
+        assert {flight.phase for flight in sent} == {"backward"}
+        at = {flight.name: flight for flight in sent}
+        first_layer = [t.end_us for t in record.tasks if t.layer == 0 and t.phase == "backward"]
+        assert at[f"{LAYERS - 1}.gradients"].issued_us < max(first_layer)
+        assert at["0.embedding_gradients"].bytes == 4 * (VOCAB * 64 + 1)  # and who has a gradient
+        assert all(record.flights == () for record in runs["nothing sent"].records)
+    estimate = timeline.estimated["backward"].schedule
+    assert {one.name for one in estimate.collectives if one.lane == "data"} == sums
+    assert "exposed gradients, rank 0, us" in str(timeline)
+    path = folder / "sums" / "costs.json"
+    costs = load_costs(path).costs_us
+    again = spread(original(), schedule=schedule | {"costs": str(path)})
+    estimate = fxskip.trace(again, inputs, steps=1).estimated["backward"].schedule
+    for one in estimate.collectives:
+        if one.lane == "data":
+            assert one.cost_us == pytest.approx(costs[one.name.partition(".")[2]])
+
+
 def _regions() -> list[str]:
     from fxskip.schedule.order_region import _FOUND
 
@@ -215,4 +249,4 @@ def test_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_more_on_two_ranks(tmp_path: Path) -> None:
-    run_on_ranks((other_students, a_tiny_bench), tmp_path, limit_s=600)
+    run_on_ranks((other_students, gradients_in_backward, a_tiny_bench), tmp_path, limit_s=560)

@@ -33,12 +33,6 @@ def _run_checks(checks: Sequence[Check], folder: Path, rank: int) -> None:
         dist.barrier()
 
 
-def _name(check: Check) -> str:
-    if isinstance(check, partial):
-        return f"{check.func.__name__}({', '.join(map(str, check.args))})"
-    return check.__name__
-
-
 def _begun(folder: Path) -> str:
     """The check that each rank began last."""
     return ", ".join(f"{file.name}: {file.read_text()}" for file in sorted(folder.glob("rank*")))

@@ -1,0 +1,284 @@
+"""Averages of gradients over processes while the backward pass that makes them still runs.
+
+A hook on each parameter says when its gradient is complete. A bucket whose gradients are all there is started, in the
+order of the plan, on all processes alike; what is missing at the end of the pass counts as zero. The end of the pass
+waits for all of them, so `loss.backward()` leaves the gradients of the mean loss.
+
+    backward   head ..| layer 2 ........| layer 1 ........| layer 0 ........| embedding |
+    data             [head       ][layer 2     ]    [layer 1     ]    [layer 0   ][emb.]  wait, copy back
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import deque
+from collections.abc import MutableMapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fxskip.capture.sharding import is_sharded
+from fxskip.collectives.landing import Issued, Landing, backward_pass, launch
+from fxskip.collectives.measuring import sends_nothing, waits_at_once
+from fxskip.errors import CollectiveError, PassError
+from fxskip.parallel import RegionParallel
+from fxskip.runtime.gradient_buckets import (
+    Bucket,
+    GradientPlan,
+    Lane,
+    gradient_plan,
+    own,
+    parallel_of,
+    spread_layers,
+)
+
+_WHO = "schedule.gradients: in_backward"
+_NAMED = 5
+"""So many parameters are named in a warning."""
+
+
+class GradientsInBackward:
+    """What averages the gradients of one model. Its layers hold it; a copy of the model has one of its own.
+
+    accumulates   whether gradients stay as they are, because another backward pass will add to them
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.accumulates = False
+        self._model = model
+        self._plan: GradientPlan | None = None
+        self._mode = ""
+        self._trained: list[tuple[object, ...]] = []
+        self._hooks: list[RemovableHandle] = []
+        self._bucket_of: dict[nn.Parameter, Bucket] = {}
+        self._warned = False
+        self._averaged: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+        """The gradients that are means already, and were not added to since."""
+        self._pass: _Pass | None = None
+        self._agreements: list[_Agreement] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientsInBackward:
+        return GradientsInBackward(copy.deepcopy(self._model, memo))
+
+    @property
+    def plan(self) -> GradientPlan:
+        """What is averaged, in the order in which it is started."""
+        assert self._plan is not None
+        return self._plan
+
+    @property
+    def names_hash(self) -> int:
+        """A hash of what is averaged, from 1 to 65535."""
+        return int(self.plan.digest[:8], 16) % 65535 + 1
+
+    def prepare(self, parallel: RegionParallel) -> None:
+        """See that all parameters that train now have hooks. Called before a forward pass that records gradients.
+
+        parallel   of the first layer
+
+        Raises PassError where something else averages the gradients, too.
+        """
+        _refuse_ddp()
+        self._mode = parallel.mode
+        trained: list[tuple[object, ...]] = [
+            (id(p), p.dtype, p.device) for p in self._model.parameters() if p.requires_grad
+        ]
+        if trained == self._trained:
+            return
+        _refuse_fsdp(self._model)
+        self._plan, self._trained = gradient_plan(_WHO, self._model), trained
+        self._bucket_of = {p: bucket for bucket in self._plan.buckets for p in bucket.parameters}
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in self._bucket_of]
+        self._hooks += [
+            p.register_hook(partial(self._before_more, p)) for p in self._plan.experts if p in self._bucket_of
+        ]
+        for number, layer in enumerate(spread_layers(self._model).values()):
+            layer.fxskip_parallel = replace(parallel_of(layer), gradients=self._plan.of_layer(number))  # type: ignore[assignment]
+        for lane in self._plan.lanes:
+            if lane.group is not None and not sends_nothing():
+                self._agreements.append(_Agreement(self._plan, lane))
+
+    def agree(self) -> None:
+        """Raise CollectiveError where other processes average other gradients, once after each change."""
+        agreements, self._agreements = self._agreements, []
+        for agreement in agreements:
+            agreement.require()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all gradients are means already."""
+        return all(p.grad is None or p.grad in self._averaged for p in self._bucket_of)
+
+    def average(self) -> None:
+        """Make means of the gradients as they are, one bucket after the other."""
+        for bucket in self.plan.buckets:
+            self._finish(bucket, self._start(bucket))
+
+    # --- what autograd calls ---
+
+    def _before_more(self, parameter: nn.Parameter, _: Tensor | None = None) -> None:
+        """The mean of an expert's gradient has its share as a factor, and so will what is added: take it out again."""
+        if parameter.grad is not None and self._averaged.pop(parameter.grad, False):
+            lane = self._bucket_of[parameter].lane
+            own(parameter.grad).mul_(1 / (lane.share * lane.ranks))
+
+    def _accumulated(self, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        self._averaged.pop(parameter.grad, None)
+        if self.accumulates:
+            return
+        number = backward_pass()
+        if self._pass is None or self._pass.number != number:  # one before has ended by an error
+            self._pass = _Pass(number, self.plan)
+            Variable._execution_engine.queue_callback(partial(self._end, self._pass))
+        if self._mode == "reference":
+            return
+        for bucket in self._pass.completed_by(parameter, self._bucket_of[parameter]):
+            self._make_room(self._pass, bucket)
+            self._pass.flying[bucket] = self._start(bucket)
+
+    def _make_room(self, current: _Pass, bucket: Bucket) -> None:
+        """Finish the oldest buckets where the new one would exceed what may be in flight."""
+        cap = self.plan.parallel.schedule.max_in_flight_mib << 20
+        while current.flying and sum(b.bytes for b in current.flying) + bucket.bytes > cap:
+            oldest = next(iter(current.flying))
+            self._finish(oldest, current.flying.pop(oldest))
+
+    def _end(self, current: _Pass) -> None:
+        """The backward pass is over: start what is missing, and wait for all."""
+        self._pass = None
+        if self._mode != "reference":
+            self._warn_of_late(current)
+        for bucket in current.left():
+            self._make_room(current, bucket)
+            current.flying[bucket] = self._start(bucket)
+        for bucket, landing in current.flying.items():
+            self._finish(bucket, landing)
+
+    def _warn_of_late(self, current: _Pass) -> None:
+        """Say once what had no gradient and so kept buckets from leaving under the pass."""
+        late = current.without_gradient()
+        if not late or self._warned:
+            return
+        self._warned = True
+        more = f", and {len(late) - _NAMED} more" if len(late) > _NAMED else ""
+        warnings.warn(
+            f"fxskip: schedule.gradients: in_backward: a backward pass gave no gradient to {', '.join(late[:_NAMED])}"
+            f"{more}; {len(current.left())} of {len(self.plan.buckets)} buckets waited for its end. Freeze what is not "
+            "used: requires_grad_(False)",
+            stacklevel=2,
+        )
+
+    # --- one bucket ---
+
+    def _start(self, bucket: Bucket) -> Landing | None:
+        self.agree()
+        with torch.no_grad():
+            for parameter in bucket.parameters:
+                if parameter in self.plan.experts:
+                    self._before_more(parameter)
+            landing = bucket.start()
+        if landing is not None and (self._mode != "scheduled" or waits_at_once()):
+            landing.land()
+        return landing
+
+    def _finish(self, bucket: Bucket, landing: Landing | None) -> None:
+        with torch.no_grad():
+            bucket.finish(landing)
+        for parameter in bucket.parameters:
+            if parameter.grad is not None:
+                self._averaged[parameter.grad] = True
+
+
+class _Pass:
+    """One backward pass."""
+
+    def __init__(self, number: int, plan: GradientPlan) -> None:
+        self.number = number
+        self.flying: dict[Bucket, Landing | None] = {}
+        """In the order in which they were started."""
+        self._missing = {bucket: set(bucket.parameters) for bucket in plan.buckets}
+        self._queues = {lane: deque(b for b in plan.buckets if b.lane is lane) for lane in plan.lanes}
+
+    def completed_by(self, parameter: nn.Parameter, bucket: Bucket) -> list[Bucket]:
+        """The buckets to start now that the gradient of `parameter` is complete; each is returned once."""
+        self._missing[bucket].discard(parameter)
+        queue, found = self._queues[bucket.lane], []
+        while queue and not self._missing[queue[0]]:
+            found.append(queue.popleft())
+        return found
+
+    def without_gradient(self) -> list[str]:
+        """Names of the parameters that buckets still wait for."""
+        return [
+            name
+            for bucket in self.left()
+            for name, parameter in zip(bucket.names, bucket.parameters, strict=True)
+            if parameter in self._missing[bucket]
+        ]
+
+    def left(self) -> list[Bucket]:
+        """The buckets that were not returned, lane by lane in the order of the plan."""
+        return [bucket for queue in self._queues.values() for bucket in queue]
+
+
+class _Agreement:
+    """A comparison of what the processes of a lane are about to average, under way."""
+
+    def __init__(self, plan: GradientPlan, lane: Lane) -> None:
+        self._lane = lane
+        self._landing = launch(
+            f"comparison of what trains ({lane.name}) of decoder layer 0",
+            lane.group,
+            self._gather,
+            plan.fingerprint(lane),
+        )
+
+    def _gather(self, mine: Tensor) -> Issued:
+        everyone = mine.new_empty(self._lane.ranks)
+        return Issued(
+            everyone, dist.all_gather(list(everyone.split(1)), mine, self._lane.group, async_op=True), mine
+        )
+
+    def require(self) -> None:
+        """Wait for it. Raises CollectiveError where processes differ."""
+        self._landing.land()
+        found = self._landing.buffer.tolist()
+        if len(set(found)) > 1:
+            ranks = dist.get_process_group_ranks(self._lane.group)
+            raise CollectiveError(
+                _WHO,
+                "the processes train different parameters",
+                where="\n".join(f"rank {r}: plan {n:x}" for r, n in zip(ranks, found, strict=True)),
+                hint="freeze and add the same parameters, in the same dtypes, on all processes",
+            )
+
+
+def _refuse_ddp() -> None:
+    if DistributedDataParallel._active_ddp_module is not None:
+        raise PassError(
+            _WHO,
+            "the model is inside DistributedDataParallel, which averages gradients itself",
+            hint="call the model without it; or leave schedule.gradients out, and call "
+            "fxskip.average_gradients(model, dense=False) after the backward pass",
+        )
+
+
+def _refuse_fsdp(model: nn.Module) -> None:
+    if is_sharded(model):
+        raise PassError(
+            _WHO,
+            "the model is sharded by fully_shard, which averages gradients itself",
+            hint="leave schedule.gradients out, and call fxskip.average_gradients(model) after the backward pass",
+        )
