@@ -167,8 +167,9 @@ def agreement(is_tiny: bool, rank: int, ranks: int) -> dict[str, Any]:
     setting = tiny() if is_tiny else FULL
     inputs = draw_inputs(setting, 2048, 8192, width=512)
     teacher = inputs.ids, inputs.logp
-    online = torch.randn_like(inputs.hidden), inputs.weight.detach()
-    dist.broadcast(online[0], 0)
+    generator = torch.Generator(setting.device).manual_seed(2)
+    states = torch.randn(inputs.hidden.shape, generator=generator, device=setting.device)
+    online = states.to(inputs.hidden.dtype), inputs.weight.detach()
     options: dict[str, Any] = {"chunk_tokens": max(len(inputs.hidden) // 4, 1), "implementation": "triton"}
     losses: dict[str, Callable[..., Tensor]] = {
         f"sparse_kl, {tail}": partial(sparse_kl_of, teacher, tail=tail, **options) for tail in TAILS
