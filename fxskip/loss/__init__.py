@@ -5,14 +5,14 @@
     cross_entropy  labels in place of a teacher
     feature_loss   distance of hidden states, without a head
 
-All form their gradient in the forward, a chunk of tokens at a time (`engine`). The baselines compute the number of
-`hidden_kl` in the three usual ways, so that a benchmark has something to beat and a test something to agree with:
+These form their gradient in the forward, a chunk of tokens at a time (`engine`). The baselines compute the number of
+`hidden_kl` in the three usual ways, for tests to agree with:
 
     dense_kl             all logits at once, autograd
     forward_chunked_kl   a chunk of logits at a time, computed again in the backward
-    full_chunked_kl      a chunk at a time, its gradient taken by autograd before the next chunk starts
+    full_chunked_kl      a pass over chunks for the loss, and one in the backward for the gradient
 
-and `sparse_baselines` does so for `sparse_kl`.
+`sparse_baselines` does so for `sparse_kl`, for the benchmark.
 """
 
 from fxskip.loss.baselines import dense_kl, forward_chunked_kl, full_chunked_kl

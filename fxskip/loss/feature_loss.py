@@ -47,7 +47,9 @@ def feature_loss(
                     as in `hidden_kl`, to which this can be added with the same values
     validate        checks the weights by value, for which the host waits
 
-    Computed in float32 a chunk at a time. The gradient is formed in this call: it holds d hidden until the backward.
+    For two tensors of one layer: `fxskip.distill` compares the streams of all layers, each relative to its size, by a
+    loss of its own. Computed in float32 a chunk at a time. The gradient is formed in this call, which holds d hidden
+    until the backward.
     """
     checked_hidden(WHO, "student_hidden", student_hidden)
     checked_hidden(WHO, "teacher_hidden", teacher_hidden)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
+from torch._library.custom_ops import CustomOpDef  # torch.library has it too, but not for type checkers
 from torch.autograd import forward_ad
 
 from fxskip.errors import FxskipError

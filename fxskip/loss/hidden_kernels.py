@@ -12,9 +12,8 @@ REVERSE = tl.constexpr(1)
 MIXED = tl.constexpr(2)
 
 WHOLE = tl.constexpr(0)  # everything in one launch
-SUMS = tl.constexpr(
-    1
-)  # normalisers of this rank's columns; but for MIXED also their divergences, each by its own
+# Normalisers of this rank's columns; but for MIXED also their divergences, each by its own.
+SUMS = tl.constexpr(1)
 PARTS = tl.constexpr(2)  # MIXED: this rank's parts of the divergences, from the normalisers of all ranks
 GRADIENT = tl.constexpr(3)  # loss and gradient, from normalisers and divergences of all ranks
 

@@ -15,13 +15,15 @@ from fxskip.loss.engine import Finish, Rows
 from fxskip.loss.row_kernels import block_for
 from fxskip.loss.spare import Spare
 from fxskip.loss.sparse_rows import SparseTarget, combined
-from fxskip.loss.tails import TAILS
 from fxskip.loss.teacher_rows import TeacherRows
 
 LN_2 = math.log(2)
-KERNEL_TAILS = dict(
-    zip(TAILS, (kernels.TRUNCATED, kernels.GHOST, kernels.RENORMALISED, kernels.SUBSET), strict=True)
-)
+KERNEL_TAILS = {
+    "truncated": kernels.TRUNCATED,
+    "ghost": kernels.GHOST,
+    "renormalised": kernels.RENORMALISED,
+    "subset": kernels.SUBSET,
+}
 # To this many entries a row the kernel finds equal ids by comparing each with all; more are sorted first, by PyTorch.
 COMPARED_ENTRIES = 1024
 

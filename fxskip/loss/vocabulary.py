@@ -40,7 +40,8 @@ def all_gather(part: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Wor
 
 
 def group_of(name: str) -> dist.ProcessGroup | None:
-    """The process group of that name; operators take names, since a group is not a value of a graph."""
+    """The process group of that name; operators take names, since a group is not a value of a graph. There is no public
+    way back from a name; PyTorch's own functional collectives take this one."""
     return resolve(name) if name else None  # type: ignore[arg-type] # a str to older versions
 
 
