@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar, cast, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from fxskip.errors import CaptureError
+from fxskip.swapped import Swapped, swapped_class
 
 Contents = Literal["routed", "experts", "unknown"]
 """What a leaf adds to the stream: routed output alone (declared); several experts, perhaps with a shared one beside
@@ -92,10 +93,9 @@ def leaf(
     return module_class
 
 
-class Leaf(nn.Module):
+class Leaf(Swapped):
     """Mixin of a module that is a leaf. Where Dynamo traces, it is one operation; anywhere else it is itself."""
 
-    fxskip_base: ClassVar[type[nn.Module]]
     fxskip_leaf: str
     """Path of the module in its decoder layer."""
     fxskip_contents: Contents
@@ -104,10 +104,6 @@ class Leaf(nn.Module):
         if torch.compiler.is_dynamo_compiling():
             return run_leaf(self.fxskip_leaf, self.fxskip_contents, args, kwargs)
         return super().__call__(*args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The subclass exists in no module under its name; pickle and deepcopy make it again from the original class.
-        return _bare_leaf, (self.fxskip_base,), vars(self).copy()
 
 
 def make_leaf(layer: nn.Module, path: str) -> None:
@@ -121,7 +117,7 @@ def make_leaf(layer: nn.Module, path: str) -> None:
             hint="give it the same name in both layers",
         )
     if not isinstance(module, Leaf):
-        module.__class__ = _leaf_class(type(module))
+        module.__class__ = swapped_class(Leaf, type(module))
     held = cast(Leaf, module)
     held.fxskip_leaf, held.fxskip_contents = path, _contents(held)
 
@@ -273,18 +269,3 @@ def _contents(module: Leaf) -> Contents:
     if declared is not None and declared.adds == "routed":
         return "routed"
     return "experts" if holds_experts(module) else "unknown"
-
-
-_LEAF_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _leaf_class(base: type[nn.Module]) -> type[nn.Module]:
-    if base not in _LEAF_CLASSES:
-        members = {"fxskip_base": base, "__module__": __name__}
-        _LEAF_CLASSES[base] = type(f"FxSkip{base.__name__}", (Leaf, base), members)
-    return _LEAF_CLASSES[base]
-
-
-def _bare_leaf(base: type[nn.Module]) -> nn.Module:
-    cls = _leaf_class(base)
-    return cls.__new__(cls)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from types import FrameType
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from fxskip.backward.explicit_region import explicit_region, has_flights, is_explicit
 from fxskip.capture.region import CompiledRegion, Streams, compile_region
-from fxskip.capture.sharding import refuse_to_pickle, set_own_class
+from fxskip.capture.sharding import set_own_class
 from fxskip.capture.twin import layer_class, require_own_class_forward
 from fxskip.collectives.border import Pending, Tail, at_border
 from fxskip.collectives.failures import begin_pass, tell
@@ -37,6 +37,7 @@ from fxskip.runtime.recompute import recomputed, recomputes, reentrant_refusal
 from fxskip.runtime.watched import arguments_are_watched, result_is_watched
 from fxskip.schedule.order_region import schedules_of
 from fxskip.spec import Runtime
+from fxskip.swapped import Swapped, swapped_class
 from fxskip.wiring import RegionWiring
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -51,14 +52,13 @@ def _not_compiled_by_others(method: Method) -> Method:
     return cast(Method, disabled)
 
 
-class Region(nn.Module):
+class Region(Swapped):
     """Mixin of every rewired decoder layer. Streams between layers are [B, S, D] tensors of one dtype.
 
     A layer that is wired to one stream takes and returns a tensor like the original; with more, a tuple
     of tensors, the full stream first.
     """
 
-    fxskip_base: ClassVar[type[nn.Module]]
     fxskip_wiring: RegionWiring
     fxskip_layer: int
     fxskip_one_part: bool
@@ -131,11 +131,6 @@ class Region(nn.Module):
         if landed := drain():
             error.add_note(f"fxskip: {place}: waited for what was in flight: {', '.join(landed)}")
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        refuse_to_pickle(self)
-        # The subclass exists in no module under its name; pickle and deepcopy make it again from the original class.
-        return _bare_region, (self.fxskip_base,), vars(self).copy()
-
 
 def install(
     layers: Mapping[str, nn.Module],
@@ -153,28 +148,12 @@ def install(
         for inner in leaves:
             if inner.startswith(f"{path}."):
                 make_leaf(layer, inner.removeprefix(f"{path}."))
-        set_own_class(layer, region_class(layer_class(layer)))
+        set_own_class(layer, swapped_class(Region, layer_class(layer)))
         layer.fxskip_wiring = wiring  # type: ignore[assignment]
         layer.fxskip_layer = index  # type: ignore[assignment]
         layer.fxskip_one_part = uses_one_part(layer, index)  # type: ignore[assignment]
         layer.fxskip_recompute = runtime.recompute  # type: ignore[assignment]
         layer.fxskip_lower = runtime.lower  # type: ignore[assignment]
-
-
-_REGION_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def region_class(base: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of `base` that runs rewired; one for each class."""
-    if base not in _REGION_CLASSES:
-        members = {"fxskip_base": base, "__module__": __name__}
-        _REGION_CLASSES[base] = type(f"FxSkip{base.__name__}", (Region, base), members)
-    return _REGION_CLASSES[base]
-
-
-def _bare_region(base: type[nn.Module]) -> nn.Module:
-    cls = region_class(base)
-    return cls.__new__(cls)
 
 
 @cache

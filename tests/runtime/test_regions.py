@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import fxskip
-from fxskip.runtime.regions import Region, region_class
+from fxskip.runtime.regions import Region
+from fxskip.swapped import swapped_class
 from tests.transform.wirings import FARSKIP
 from tests.zoo import batch, tiny
 
@@ -231,7 +232,7 @@ def test_removed_layers_are_noticed(pair: Pair) -> None:
 
 def test_one_class_for_all_layers_of_a_class(pair: Pair) -> None:
     original, swapped = (type(m.model.layers[0]) for m in (pair.model, pair.student))
-    assert swapped is region_class(original)
+    assert swapped is swapped_class(Region, original)
     assert issubclass(swapped, Region) and issubclass(swapped, original)
     assert {type(layer) for layer in pair.student.model.layers} == {swapped}
     assert not any("forward" in vars(module) for module in pair.student.modules())
