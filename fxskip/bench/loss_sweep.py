@@ -57,7 +57,7 @@ def swept(setting: Setting, vocabulary: int) -> dict[str, Any]:
     share = torch.full((len(hidden),), 1.0 / len(hidden), device=setting.device)
     shard = Shard(None, 0, len(weight), len(weight))
     target = SparseTarget(head, teacher, share, "truncated", shard)
-    online = OnlineTarget(head, head, hidden, share, 0.0, shard)
+    online = OnlineTarget(head, head, hidden, share, 0.0, shard, shares_products=False)
     # A plain copy would be no kernel.
     work: dict[str, tuple[str, Work]] = {"negation": ("elementwise", partial(torch.neg, logits, out=scratch))}
     for tuning in SUPPORT_TUNINGS:

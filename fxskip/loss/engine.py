@@ -32,7 +32,8 @@ class RowLoss(Protocol):
     def begin(
         self, product_tV: Tensor, gradient_tV: Tensor | None, rows: Rows, spare: Tensor | None
     ) -> Finish:
-        """Starts on one chunk: `product_tV` is hidden W^T of `rows`, and may be overwritten.
+        """Starts on one chunk: `product_tV` is hidden W^T of `rows`, and may be overwritten. With the
+        problem's `beside_ND`, their products are a second half of its rows.
 
         The function it returns gives the loss [t], with the tokens' weights in it and divided by the denominator,
         and has then written the gradient by the products into `gradient_tV` (None: none is wanted), which may be
@@ -77,7 +78,8 @@ class Chunking:
 
 @dataclass(frozen=True)
 class Problem:
-    """One call. `weight_VD` has the GEMMs' dtype; `counted_n` are the tokens that count, None for all."""
+    """One call. `weight_VD` has the GEMMs' dtype; `counted_n` are the tokens that count, None for all. `beside_ND` are
+    states that are multiplied by the same weight in the same products; not with a group."""
 
     row_loss: RowLoss
     hidden_ND: Tensor
@@ -86,6 +88,7 @@ class Problem:
     wanted: Wanted
     chunking: Chunking
     group: dist.ProcessGroup | None
+    beside_ND: Tensor | None = None
 
     @property
     def step_tokens(self) -> int:
@@ -163,17 +166,28 @@ def begun_chunks(
     begun = []
     for begin in range(0, len(hidden_sD), problem.chunking.chunk_tokens):
         end = min(begin + problem.chunking.chunk_tokens, len(hidden_sD))
-        product_tV = buffer_sV[begin:end, : len(problem.weight_VD)]
-        multiply_into(product_tV, hidden_sD[begin:end], problem.weight_VD.T)
-        gradient_tV = gradient_sV[begin:end] if problem.wanted.any() else None
         part = slice(rows.start + begin, rows.start + end) if isinstance(rows, slice) else rows[begin:end]
+        product_tV = product_of(problem, hidden_sD[begin:end], buffer_sV[begin:], part)
+        gradient_tV = gradient_sV[begin:end] if problem.wanted.any() else None
         spare = None if d_hidden_sD is None else d_hidden_sD[begin:end]
         begun.append((begin, end, problem.row_loss.begin(product_tV, gradient_tV, part, spare)))
     return begun
 
 
+def product_of(problem: Problem, states_tD: Tensor, memory: Tensor, rows: Rows) -> Tensor:
+    """The products of a chunk, at the front of `memory`; a function of its own, so that stacked states are soon gone."""
+    if problem.beside_ND is not None:
+        # Theirs take the rows of the next chunk, which is not begun before this one is done with them.
+        states_tD = torch.cat((states_tD, problem.beside_ND[rows].to(states_tD.dtype)))
+    product = memory[: len(states_tD), : len(problem.weight_VD)]
+    multiply_into(product, states_tD, problem.weight_VD.T)
+    return product
+
+
 def logits_buffer(problem: Problem, tokens: int) -> Tensor:
     rows = min(problem.step_tokens, tokens)
+    if problem.beside_ND is not None:
+        rows += min(problem.chunking.chunk_tokens, tokens)
     columns = -(-len(problem.weight_VD) // ROW_ALIGNMENT) * ROW_ALIGNMENT
     return problem.hidden_ND.new_empty(rows, columns, dtype=problem.chunking.logits_dtype)
 

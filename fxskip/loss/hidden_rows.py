@@ -27,6 +27,15 @@ class OnlineTarget:
     share_N: Tensor
     beta: float
     shard: Shard
+    shares_products: bool
+    """The student's products have the teacher's behind them."""
+
+    def products(self, product: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Hidden W^T of student and teacher [t, V], in one dtype."""
+        if self.shares_products:
+            student_tV, teacher_tV = product.tensor_split(2)
+            return student_tV, teacher_tV
+        return product, self.teacher_product(product, rows)
 
     def teacher_product(self, like_tV: Tensor, rows: Rows) -> Tensor:
         """The teacher's hidden W^T of `rows`, in shape and dtype of the student's."""
@@ -63,7 +72,8 @@ class TorchPairs:
         self, product_tV: Tensor, gradient_tV: Tensor | None, rows: Rows, spare: Tensor | None
     ) -> Finish:
         target = self.target
-        teacher_tV = target.teacher.tempered(target.teacher.scaled(target.teacher_product(product_tV, rows)))
+        product_tV, teacher_tV = target.products(product_tV, rows)
+        teacher_tV = target.teacher.tempered(target.teacher.scaled(teacher_tV))
         scaled_tV = target.student.scaled(product_tV)
         slope_tV = target.student.slope(scaled_tV) if gradient_tV is not None else 1.0
         student_tV = target.student.tempered(scaled_tV)

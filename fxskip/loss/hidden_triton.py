@@ -37,8 +37,8 @@ class TritonPairs:
     def begin(
         self, product_tV: Tensor, gradient_tV: Tensor | None, rows: Rows, spare: Tensor | None
     ) -> Finish:
+        product_tV, teacher_tV = self.target.products(product_tV, rows)
         like = product_tV.new_empty(0, dtype=torch.float32)
-        teacher_tV = self.target.teacher_product(product_tV, rows)
         sums_t4, loss_t = like.new_zeros(len(product_tV), 4), like.new_empty(len(product_tV))
         share_t = self.target.share_N[rows].contiguous()
 

@@ -103,7 +103,7 @@ def hidden_kl_operator(
             require_weights(who, token_weight)
             require_denominator(who, denominator)
         operand_VD = operand(weight, hidden, implementation)[: shard.columns]
-        # A head that both share is cast once.
+        # A head that both share is cast once and, on one rank, read by the same products.
         is_cast = is_same(weight, teacher_weight) and teacher_hidden.dtype == hidden.dtype
         teacher_VD = operand_VD
         if not is_cast:
@@ -115,6 +115,7 @@ def hidden_kl_operator(
             share_of_tokens(hidden, token_weight, denominator),
             beta,
             shard,
+            shares_products=is_cast and shard.group is None,
         )
         row_loss: RowLoss = TorchPairs(target)
         if implementation == "triton":
@@ -124,7 +125,10 @@ def hidden_kl_operator(
         chunking = Chunking(
             chunk_tokens, accumulate, logits_dtype or default_logits(operand_VD, implementation)
         )
-        return formed(row_loss, hidden, weight, bias, operand_VD, token_weight, wanted, chunking, shard.group)
+        beside_ND = teacher_hidden if target.shares_products else None
+        return formed(
+            row_loss, hidden, weight, bias, operand_VD, token_weight, wanted, chunking, shard.group, beside_ND
+        )
 
 
 def formed(
@@ -137,9 +141,10 @@ def formed(
     wanted: list[bool],
     chunking: Chunking,
     group: dist.ProcessGroup | None,
+    beside_ND: Tensor | None = None,
 ) -> Results:
     counted_n = None if token_weight is None else token_weight.nonzero().flatten()
-    problem = Problem(row_loss, hidden, operand_VD, counted_n, Wanted(*wanted), chunking, group)
+    problem = Problem(row_loss, hidden, operand_VD, counted_n, Wanted(*wanted), chunking, group, beside_ND)
     return as_results(form(problem), hidden, weight, bias)
 
 

@@ -310,3 +310,24 @@ def test_transforms_of_functions_are_refused():
 def test_a_learnable_temperature_is_refused():
     with pytest.raises(FxskipError, match="temperature requires a gradient, and there is none by it"):
         hidden_kl(*Case().arguments, temperature=torch.nn.Parameter(torch.tensor(2.0)))
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_one_head_for_both_is_read_once(implementation, beta):
+    """The same numbers as with a copy of the head, by one product a chunk in place of two."""
+    case = Case(tokens=21, bias=True)
+    teacher = torch.randn_like(case.student_hidden)
+    weight = torch.linspace(0.0, 2.0, 21)
+    found, products = [], []
+    for head in (case.student_weight, case.student_weight.detach().clone()):
+        with Spy() as spy:
+            loss = hidden_kl(
+                case.student_hidden, case.student_weight, teacher, head, student_bias=case.student[2],
+                beta=beta, token_weight=weight, chunk_tokens=4, implementation=implementation,
+            )  # fmt: skip
+            found.append([loss.detach(), *torch.autograd.grad(loss, case.student)])
+        products.append(spy.products)
+    for shared, apart in zip(*found, strict=True):
+        torch.testing.assert_close(shared, apart, rtol=2e-6, atol=1e-7)
+    assert products[1] - products[0] == 5  # chunks
