@@ -88,7 +88,6 @@ def assert_as_by_call(loop: Loop, rank: int, modes: tuple[str, ...] = ("schedule
 
 def one_backward_pass(rank: int, folder: Path) -> None:
     assert_as_by_call(backward, rank, MODES)
-    assert_as_by_call(backward, rank, backward="explicit")
 
 
 @contextmanager
@@ -178,7 +177,7 @@ def accumulates(rank: int, folder: Path) -> None:
     assert_as_by_call(accumulation, rank, MODES)
     for loop in (two_live_forwards, frozen, recomputed):
         assert_as_by_call(loop, rank)
-    for loop in (accumulation, two_live_forwards):
+    for loop in (backward, accumulation, two_live_forwards, recomputed):
         assert_as_by_call(loop, rank, backward="explicit")
     assert_as_by_call(accumulation, rank, tie_word_embeddings=True)
 
