@@ -175,7 +175,7 @@ def begun_chunks(
 
 
 def product_of(problem: Problem, states_tD: Tensor, memory: Tensor, rows: Rows) -> Tensor:
-    """The products of a chunk, at the front of `memory`; a function of its own, so that stacked states are soon gone."""
+    """The products of a chunk, at the front of `memory`; a function of its own: stacked states are gone with it."""
     if problem.beside_ND is not None:
         # Theirs take the rows of the next chunk, which is not begun before this one is done with them.
         states_tD = torch.cat((states_tD, problem.beside_ND[rows].to(states_tD.dtype)))

@@ -73,9 +73,8 @@ def test_an_online_teacher_has_one_chunk_of_logits(beta, is_shared):
         )  # fmt: skip
     held = N * width * 4 + V * width * 4 + 3 * chunk_tokens * PADDED * 4
     sums = chunk_tokens * 4 * (4 + 1 + 2)  # and share, and the losses of two chunks
-    stacked = (
-        2 * chunk_tokens * width * 4 * is_shared
-    )  # the states of both, for one product; gone before the sums
+    # The states of both, for one product, gone before the sums; beside them the losses of the chunk before.
+    stacked = (2 * width + 1) * chunk_tokens * 4 * is_shared
     assert 0 < ledger.peak - held <= max(sums, stacked) + SCALARS
 
 
