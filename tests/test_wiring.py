@@ -194,9 +194,9 @@ def test_the_digest_of_a_model_depends_on_the_order_of_its_layers() -> None:
 # --- errors --------------------------------------------------------------------------------------
 
 
-def refusal(blocks: list[SubBlock], *rules: dict[str, Any]) -> str:
+def refusal(blocks: list[SubBlock], *rules: dict[str, Any], **fields: Any) -> str:
     with pytest.raises(PassError) as caught:
-        wire(blocks, *rules)
+        wire(blocks, *rules, **fields)
     return str(caught.value)
 
 
@@ -242,3 +242,16 @@ def test_addends_that_cannot_be_told_apart_can_be_dropped_together() -> None:
     assert "all@1" in message
     wiring = wire(blocks, {"blocks": "attention", "without": ["all@1"]})
     assert reads(wiring.regions[1]) == [lacks((0, "routed")), FULL]
+
+
+def test_a_sum_that_cannot_be_split() -> None:
+    without_shared = model([ATTENTION, DENSE], [ATTENTION, BARE_MOE])
+    message = refusal(without_shared, MLP_RULE, sum="split")
+    assert "sum: split changes nothing: no MoE block adds both routed and shared experts" in message
+    assert "delete sum: split" in message
+
+    one_sum = model([ATTENTION, MOE], [ATTENTION, MOE])
+    one_sum[3] = replace(one_sum[3], inseparable="their sum goes through rms_norm")
+    message = refusal(one_sum, MLP_RULE, sum="split")
+    assert "routed and shared experts of layer 1 cannot be told apart" in message
+    assert "layers.1.moe: their sum goes through rms_norm" in message
