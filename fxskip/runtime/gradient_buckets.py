@@ -10,8 +10,8 @@ The plan follows from the model's parameters alone, so it is the same on all pro
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
 from typing import Any
@@ -40,6 +40,8 @@ class Lane:
     """Of `group`."""
     share: float
     """What a gradient is multiplied by before it is added up."""
+    arrival: float = 1.0
+    """What a gradient was multiplied by when it arrived, so that a mean can be added to: it is one of `ranks` again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,8 +166,13 @@ class GradientPlan:
         return torch.tensor([int(_hash(lines)[:15], 16)], device=device)
 
 
-def gradient_plan(who: str, model: nn.Module) -> GradientPlan:
+def gradient_plan(
+    who: str, model: nn.Module, *, arrive_scaled: bool = False, leave_out: Collection[nn.Parameter] = ()
+) -> GradientPlan:
     """The plan of a model that is spread over processes; its process groups are made at the first call.
+
+    arrive_scaled   gradients of experts come with the factor `Lane.arrival` already
+    leave_out       parameters that something else averages
 
     Raises PassError, in the name of `who`, for a model that is not spread.
     """
@@ -179,10 +186,16 @@ def gradient_plan(who: str, model: nn.Module) -> GradientPlan:
     first = next(iter(layers.values()))
     parallel = parallel_of(first)
     data, expert_data = _lanes(first.fxskip_ranks, parallel)  # type: ignore[arg-type]
+    if arrive_scaled:
+        expert_data = replace(
+            expert_data, share=1 / expert_data.ranks, arrival=expert_data.share * expert_data.ranks
+        )
     experts = frozenset(p for layer in layers.values() for p in _experts(layer))
     found: dict[tuple[int, str], list[tuple[str, nn.Parameter]]] = {}
     for section, name, parameter in _sections(model, layers):
-        if parameter.requires_grad and (parameter in experts or _is_whole(parameter)):
+        if parameter in leave_out or not parameter.requires_grad:
+            continue
+        if parameter in experts or _is_whole(parameter):
             found.setdefault(section, []).append((name, parameter))
     cap = parallel.schedule.bucket_mib << 20
     buckets = []

@@ -8,7 +8,7 @@ divided by the number of processes with batches of their own, and the first summ
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar, cast
 
@@ -32,7 +32,8 @@ def average_gradients(model: nn.Module, *, dense: bool = True) -> None:
     Then a step is that of one process with the batches of all, where each has equally many tokens that count.
 
     Args:
-        model: a model that `transform` or `parallelize` spread, wrapped or not.
+        model: a model that `transform` or `parallelize` spread, or any module around it, whose own parameters every
+            process holds and has averaged, too.
         dense: also average the gradients of what every process holds. False where DistributedDataParallel has done
             so. Parameters that `fully_shard` manages are left alone in either case: FSDP2 has averaged them.
 
@@ -41,19 +42,20 @@ def average_gradients(model: nn.Module, *, dense: bool = True) -> None:
 
     Raises PassError for a model that is not spread.
     """
-    model = inner_model(model)
     in_backward = _in_backward(model)
+    done: Collection[nn.Parameter] = ()
     if in_backward is not None:
-        if in_backward.is_done:
+        done = in_backward.parameters()
+        others = [p for p in model.parameters() if p.grad is not None and p not in done]
+        if not in_backward.is_done:
+            in_backward.average()
+        elif not others:
             warnings.warn(
                 "fxskip.average_gradients: the backward pass has averaged the gradients (schedule.gradients: "
                 "in_backward); nothing is left to do, and the call can go",
                 stacklevel=2,
             )
-        else:
-            in_backward.average()
-        return
-    for bucket in gradient_plan("average_gradients", model).buckets:
+    for bucket in gradient_plan("average_gradients", model, leave_out=done).buckets:
         if dense or bucket.lane.name == EXPERT_DATA:
             with torch.no_grad():
                 bucket.finish(bucket.start())

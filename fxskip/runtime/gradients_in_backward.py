@@ -4,6 +4,9 @@ A hook on each parameter says when its gradient is complete. A bucket whose grad
 order of the plan, on all processes alike; what is missing at the end of the pass counts as zero. The end of the pass
 waits for all of them, so `loss.backward()` leaves the gradients of the mean loss.
 
+A gradient of an expert is a sum over processes when it arrives, and gets the factor of the mean there, by a hook on the
+parameter: so what is in `.grad` may be a mean to which more is added. `torch.autograd.grad` passes the hook, too.
+
     backward   head ..| layer 2 ........| layer 1 ........| layer 0 ........| embedding |
     data             [head       ][layer 2     ]    [layer 1     ]    [layer 0   ][emb.]  wait, copy back
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import deque
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,7 +39,6 @@ from fxskip.runtime.gradient_buckets import (
     GradientPlan,
     Lane,
     gradient_plan,
-    own,
     parallel_of,
     spread_layers,
 )
@@ -77,8 +79,8 @@ class GradientsInBackward:
 
     @property
     def names_hash(self) -> int:
-        """A hash of what is averaged, from 1 to 65535."""
-        return int(self.plan.digest[:8], 16) % 65535 + 1
+        """A hash of what is averaged, from 1 to 65535; 0 while gradients accumulate."""
+        return 0 if self.accumulates else int(self.plan.digest[:8], 16) % 65535 + 1
 
     def prepare(self, parallel: RegionParallel) -> None:
         """See that all parameters that train now have hooks. Called before a forward pass that records gradients.
@@ -95,13 +97,15 @@ class GradientsInBackward:
         if trained == self._trained:
             return
         _refuse_fsdp(self._model)
-        self._plan, self._trained = gradient_plan(_WHO, self._model), trained
+        self._plan, self._trained = gradient_plan(_WHO, self._model, arrive_scaled=True), trained
         self._bucket_of = {p: bucket for bucket in self._plan.buckets for p in bucket.parameters}
         for hook in self._hooks:
             hook.remove()
         self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in self._bucket_of]
         self._hooks += [
-            p.register_hook(partial(self._before_more, p)) for p in self._plan.experts if p in self._bucket_of
+            p.register_hook(partial(_scaled, bucket.lane.arrival))
+            for p, bucket in self._bucket_of.items()
+            if bucket.lane.arrival != 1.0
         ]
         for number, layer in enumerate(spread_layers(self._model).values()):
             layer.fxskip_parallel = replace(parallel_of(layer), gradients=self._plan.of_layer(number))  # type: ignore[assignment]
@@ -115,6 +119,10 @@ class GradientsInBackward:
         for agreement in agreements:
             agreement.require()
 
+    def parameters(self) -> Collection[nn.Parameter]:
+        """Whose gradients are averaged here."""
+        return self._bucket_of.keys()
+
     @property
     def is_done(self) -> bool:
         """Whether all gradients are means already."""
@@ -126,12 +134,6 @@ class GradientsInBackward:
             self._finish(bucket, self._start(bucket))
 
     # --- what autograd calls ---
-
-    def _before_more(self, parameter: nn.Parameter, _: Tensor | None = None) -> None:
-        """The mean of an expert's gradient has its share as a factor, and so will what is added: take it out again."""
-        if parameter.grad is not None and self._averaged.pop(parameter.grad, False):
-            lane = self._bucket_of[parameter].lane
-            own(parameter.grad).mul_(1 / (lane.share * lane.ranks))
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
@@ -185,9 +187,6 @@ class GradientsInBackward:
     def _start(self, bucket: Bucket) -> Landing | None:
         self.agree()
         with torch.no_grad():
-            for parameter in bucket.parameters:
-                if parameter in self.plan.experts:
-                    self._before_more(parameter)
             landing = bucket.start()
         if landing is not None and (self._mode != "scheduled" or waits_at_once()):
             landing.land()
@@ -263,6 +262,10 @@ class _Agreement:
                 where="\n".join(f"rank {r}: plan {n:x}" for r, n in zip(ranks, found, strict=True)),
                 hint="freeze and add the same parameters, in the same dtypes, on all processes",
             )
+
+
+def _scaled(factor: float, gradient: Tensor) -> Tensor:
+    return gradient * factor
 
 
 def _refuse_ddp() -> None:

@@ -47,6 +47,12 @@ def spread(
 
     Raises PassError where the processes do not hold the same model, and where experts or matrices cannot be cut.
     """
+    if any(getattr(layer, "fxskip_parallel", None) is not None for layer in layers.values()):
+        raise PassError(
+            "parallelize",
+            "the model is spread already",
+            hint="parallelize(student) once, or transform with parallel:",
+        )
     require_same_everywhere(model, spec, mesh)
     axis, common = expert_axis(spec), _common(spec, mesh)
     found = {path: expert_paths(layer) if axis else [] for path, layer in layers.items()}

@@ -348,6 +348,62 @@ def _go_wrong(gradient: Tensor) -> Tensor:
     raise Mishap("the embedding went wrong")
 
 
+def other_uses_of_gradients(rank: int, folder: Path) -> None:
+    """Neither reading gradients by autograd.grad nor replacing `.grad` changes what is accumulated."""
+    student = copies()[1]
+    backward(student, rank)
+    backward(student, rank)
+    want = gradients(student)
+    student.zero_grad()
+    backward(student, rank)
+    torch.autograd.grad(backward_of_rows(student, rank), list(student.parameters()), allow_unused=True)
+    for parameter in student.parameters():
+        parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+    backward(student, rank)
+    assert [n for n, g in gradients(student).items() if not torch.equal(own(g), own(want[n]))] == []
+
+
+class Around(nn.Module):
+    """A module with a parameter of its own around a student."""
+
+    def __init__(self, student: nn.Module) -> None:
+        super().__init__()
+        self.student, self.scale = student, nn.Parameter(torch.ones(()))
+
+    def forward(self, **inputs: Any) -> Tensor:
+        loss: Tensor = self.student(**inputs).loss * self.scale
+        return loss
+
+
+def a_module_around_the_student(rank: int, folder: Path) -> None:
+    """`average_gradients` averages its parameters, too: all that is left where the backward pass has the others."""
+    means = []
+    for student in copies():
+        module = Around(student)
+        module(**own_batch(rank), use_cache=False).backward()
+        assert module.scale.grad is not None
+        each = [torch.empty(()) for _ in range(2)]
+        torch.distributed.all_gather(each, module.scale.grad)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fxskip.average_gradients(module)
+        assert torch.equal(module.scale.grad, (each[0] / 2 + each[1] / 2))
+        means.append(gradients(student))
+    assert [n for n, g in means[0].items() if not torch.equal(own(g), own(means[1][n]))] == []
+
+
+def one_is_in_no_sync(rank: int) -> None:
+    student = on_a_group_of_its_own(in_mode(pair()[1], "scheduled"))
+    backward(student, rank)
+    with pytest.raises(fxskip.CollectiveError, match="averages"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if rank == 1:
+            with fxskip.no_sync(student):
+                backward(student, rank)
+        else:
+            backward(student, rank)
+
+
 def four_processes(rank: int) -> None:
     """Two sets of experts: their gradients are averaged between copies, beside those of everything else."""
     torch.set_num_threads(1)
@@ -389,13 +445,15 @@ def test_training_loops(tmp_path: Path) -> None:
         missing_gradients,
         sizes,
         refused,
+        other_uses_of_gradients,
+        a_module_around_the_student,
     )
-    run_on_ranks(checks, tmp_path, limit_s=900)
+    run_on_ranks(checks, tmp_path, limit_s=560)
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_errors(tmp_path: Path) -> None:
-    checks = (all_fail_in_backward, one_fails_in_backward, other_parameters_train)
+    checks = (all_fail_in_backward, one_fails_in_backward, other_parameters_train, one_is_in_no_sync)
     ends, last = run(checks, tmp_path)
     assert (ends, last) == ({0: 0, 1: 0}, ["done", "done"])
