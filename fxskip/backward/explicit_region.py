@@ -11,6 +11,7 @@ Where no gradients are recorded the graph itself runs.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +34,7 @@ from fxskip.parallel import RegionParallel
 from fxskip.passes.split_collectives import is_start, is_wait
 from fxskip.schedule.order_backward import complete_events, order_backward
 from fxskip.schedule.order_region import RegionSchedule
-from fxskip.schedule.region_tasks import TASK, WAITS_FOR, wait_step
+from fxskip.schedule.region_tasks import TASK, WAITS_FOR, is_wait_step, wait_step
 
 _OUTSIDE = (stand_in, leave_pending)
 """What the layer leaves at its border: it has no gradient of its own."""
@@ -106,7 +107,9 @@ def explicit_region(
     program = program_of(inner, _steps(inner))
     split = {record.step for record in program.weight_gradients if record.deferred}
     found = order_backward(schedule.tasks, parallel, split)
-    events = complete_events(found.events, [s.name for s in program.steps], split, _readers(program))
+    readers = _readers(program)
+    _keep_order_of_exchanges([s.name for s in program.steps], readers)
+    events = complete_events(found.events, [s.name for s in program.steps], split, readers)
     schedule.backward = replace(found, events=events)
     region = ScheduledRegion(
         program,
@@ -195,6 +198,14 @@ def _steps(graph: fx.Graph) -> dict[fx.Node, str]:
             if node.all_input_nodes and len(readers) == 1 and "" not in readers:
                 steps[node] = readers.pop()
     return steps
+
+
+def _keep_order_of_exchanges(steps: list[str], readers: dict[str, set[str]]) -> None:
+    """A wait issues the reverse of its collective. All ranks issue them in one order, whatever each takes its tasks to
+    cost: against that of the forward waits, which is the same on all."""
+    waits = [step for step in steps if is_wait_step(step)]
+    for earlier, later in itertools.pairwise(waits):
+        readers[earlier].add(later)
 
 
 def _readers(program: Program) -> dict[str, set[str]]:

@@ -1,4 +1,6 @@
-"""The exchange of rows by copies between devices: no kernel moves rows, so compute keeps its multiprocessors.
+"""The exchange of rows by copies between devices, on their copy engines, so that compute keeps its multiprocessors.
+
+The copies of a rank's own rows, within one device, do take some of them.
 
 A rank copies the rows for each other rank into a slot of its own memory, meets the others, and copies what they have
 for it out of their slots:
@@ -27,6 +29,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -34,7 +37,7 @@ from fxskip.collectives.all_to_all import AllToAll
 from fxskip.collectives.failures import Work
 from fxskip.collectives.landing import buffers_are_poisoned
 from fxskip.collectives.peer_memory import PeerMemory, SymmetricMemory, impossible, require_peers
-from fxskip.errors import CollectiveError, first_line
+from fxskip.errors import CollectiveError, PassError, first_line
 
 SLOTS = 2
 """With two, the meeting of one exchange tells that the slot of the one before is free."""
@@ -98,8 +101,9 @@ class Slots:
         """Have sections of `needed` bytes, the same number on all ranks."""
         if needed <= self._section:
             return
-        self._section = _aligned(int(needed * _ROOM))
-        self._memory.allocate(SLOTS * (self._memory.ranks - 1) * self._section)
+        section = _aligned(int(needed * _ROOM))
+        self._memory.allocate(SLOTS * (self._memory.ranks - 1) * section)
+        self._section = section
         if buffers_are_poisoned():
             own = self._memory.of(self._memory.rank)
             self._memory.run(lambda: _fill([own]))
@@ -189,6 +193,15 @@ def connect(group: Any, memory: PeerMemory) -> None:
     _SLOTS[group] = slots
 
 
+def _raise_everywhere(group: Any, error: Exception | None) -> None:
+    """Raise on all ranks where one had an error: the others would wait for it in their first exchange."""
+    mine = None if error is None else f"rank {dist.get_rank()}: {first_line(error)}"
+    everyone: list[str | None] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    if failed := [one for one in everyone if one is not None]:
+        raise impossible("the ranks cannot read each other's memory", where="\n".join(failed)) from error
+
+
 def connect_devices(mesh: DeviceMesh) -> None:
     """`connect` the ranks of `mesh`, which has one axis, over symmetric memory; once for each group.
 
@@ -199,7 +212,10 @@ def connect_devices(mesh: DeviceMesh) -> None:
         return
     device = torch.device("cuda", torch.cuda.current_device())
     require_peers(group, device)
+    failed: Exception | None = None
     try:
         connect(group, SymmetricMemory(group, device))
-    except RuntimeError as error:
-        raise impossible(f"the ranks cannot read each other's memory: {first_line(error)}") from error
+    except (RuntimeError, PassError) as error:
+        _SLOTS.pop(group, None)
+        failed = error
+    _raise_everywhere(group, failed)

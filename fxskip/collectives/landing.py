@@ -55,6 +55,12 @@ class Landing:
             _UNDER_WAY[self] = None
             _look_at_end_of(self.in_pass)
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the transport still works on it, as far as the host knows without waiting."""
+        issued = self._issued
+        return issued is not None and issued.work is not None and not issued.work.is_completed()
+
     def land(self) -> None:
         """Wait, once. Raises CollectiveError where another rank failed."""
         issued, self._issued = self._issued, None

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import deque
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection, Iterator, MutableMapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -79,8 +79,10 @@ class GradientsInBackward:
 
     @property
     def names_hash(self) -> int:
-        """A hash of what is averaged, from 1 to 65535; 0 while gradients accumulate."""
-        return 0 if self.accumulates else int(self.plan.digest[:8], 16) % 65535 + 1
+        """A hash of what is averaged, from 1 to 65535; 0 where nothing is."""
+        if self.accumulates or self._plan is None:  # no plan: no forward yet that records gradients
+            return 0
+        return int(self._plan.digest[:8], 16) % 65535 + 1
 
     def prepare(self, parallel: RegionParallel) -> None:
         """See that all parameters that train now have hooks. Called before a forward pass that records gradients.
@@ -144,26 +146,32 @@ class GradientsInBackward:
         if self._pass is None or self._pass.number != number:  # one before has ended by an error
             self._pass = _Pass(number, self.plan)
             Variable._execution_engine.queue_callback(partial(self._end, self._pass))
-        if self._mode == "reference":
+        if not self._runs_ahead:
             return
-        for bucket in self._pass.completed_by(parameter, self._bucket_of[parameter]):
-            self._make_room(self._pass, bucket)
+        self._pass.completed(parameter, self._bucket_of[parameter])
+        for bucket in self._pass.startable(self._cap):
             self._pass.flying[bucket] = self._start(bucket)
 
-    def _make_room(self, current: _Pass, bucket: Bucket) -> None:
-        """Finish the oldest buckets where the new one would exceed what may be in flight."""
-        cap = self.plan.parallel.schedule.max_in_flight_mib << 20
-        while current.flying and sum(b.bytes for b in current.flying) + bucket.bytes > cap:
-            oldest = next(iter(current.flying))
-            self._finish(oldest, current.flying.pop(oldest))
+    @property
+    def _runs_ahead(self) -> bool:
+        """Whether buckets leave before the end of the pass. Not where each is waited for at once: another process may
+        start it at the end of its own pass only, and waits for this one until then."""
+        return self._mode == "scheduled" and not waits_at_once()
+
+    @property
+    def _cap(self) -> int:
+        """Bytes that may be in flight."""
+        return self.plan.parallel.schedule.max_in_flight_mib << 20
 
     def _end(self, current: _Pass) -> None:
         """The backward pass is over: start what is missing, and wait for all."""
         self._pass = None
-        if self._mode != "reference":
+        if self._runs_ahead:
             self._warn_of_late(current)
         for bucket in current.left():
-            self._make_room(current, bucket)
+            while current.flying and (not self._runs_ahead or not current.has_room(bucket, self._cap)):
+                oldest = next(iter(current.flying))
+                self._finish(oldest, current.flying.pop(oldest))
             current.flying[bucket] = self._start(bucket)
         for bucket, landing in current.flying.items():
             self._finish(bucket, landing)
@@ -188,8 +196,6 @@ class GradientsInBackward:
         self.agree()
         with torch.no_grad():
             landing = bucket.start()
-        if landing is not None and (self._mode != "scheduled" or waits_at_once()):
-            landing.land()
         return landing
 
     def _finish(self, bucket: Bucket, landing: Landing | None) -> None:
@@ -208,15 +214,29 @@ class _Pass:
         self.flying: dict[Bucket, Landing | None] = {}
         """In the order in which they were started."""
         self._missing = {bucket: set(bucket.parameters) for bucket in plan.buckets}
-        self._queues = {lane: deque(b for b in plan.buckets if b.lane is lane) for lane in plan.lanes}
+        # One queue for all that one group sends: there, processes must start in the same order.
+        self._queues: dict[Any, deque[Bucket]] = {}
+        for bucket in plan.buckets:
+            queue = bucket.lane if bucket.lane.group is None else bucket.lane.group
+            self._queues.setdefault(queue, deque()).append(bucket)
 
-    def completed_by(self, parameter: nn.Parameter, bucket: Bucket) -> list[Bucket]:
-        """The buckets to start now that the gradient of `parameter` is complete; each is returned once."""
+    def completed(self, parameter: nn.Parameter, bucket: Bucket) -> None:
+        """The gradient of `parameter` is complete."""
         self._missing[bucket].discard(parameter)
-        queue, found = self._queues[bucket.lane], []
-        while queue and not self._missing[queue[0]]:
-            found.append(queue.popleft())
-        return found
+
+    def startable(self, cap: int) -> Iterator[Bucket]:
+        """The buckets to start now, each once: complete ones with none before them that is not, as far as there is
+        room. What finds none stays for a later call, for to wait in the pass could be to wait for ever."""
+        for queue in self._queues.values():
+            while queue and not self._missing[queue[0]] and self.has_room(queue[0], cap):
+                yield queue.popleft()
+
+    def has_room(self, bucket: Bucket, cap: int) -> bool:
+        """Whether `bucket` and what is in flight are together at most `cap` bytes, or nothing else is in flight."""
+        held = sum(
+            b.bytes for b, landing in self.flying.items() if landing is not None and landing.is_under_way
+        )
+        return not bucket.sends or held == 0 or held + bucket.bytes <= cap
 
     def without_gradient(self) -> list[str]:
         """Names of the parameters that buckets still wait for."""
@@ -228,7 +248,7 @@ class _Pass:
         ]
 
     def left(self) -> list[Bucket]:
-        """The buckets that were not returned, lane by lane in the order of the plan."""
+        """The buckets that were not started, group by group in the order of the plan."""
         return [bucket for queue in self._queues.values() for bucket in queue]
 
 

@@ -25,18 +25,17 @@ def require_same_everywhere(model: nn.Module, spec: Spec, mesh: DeviceMesh) -> N
     """
     lines = list(_description(model, spec, mesh))
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    digests = _gather(digest)
-    if len(set(digests)) == 1:
+    if len(set(_gather(digest, mesh).values())) == 1:
         return
-    everyone = _gather(lines)
-    longest = max(map(len, everyone))
+    everyone = _gather(lines, mesh)
+    longest = max(map(len, everyone.values()))
     for at in range(longest):
-        found = [lines[at] if at < len(lines) else "nothing" for lines in everyone]
-        if len(set(found)) > 1:
+        found = {rank: lines[at] if at < len(lines) else "nothing" for rank, lines in everyone.items()}
+        if len(set(found.values())) > 1:
             raise PassError(
                 "parallelize",
                 "the processes hold different models",
-                where="\n".join(f"rank {rank}: {line}" for rank, line in enumerate(found)),
+                where="\n".join(f"rank {rank}: {line}" for rank, line in found.items()),
                 hint="load the same checkpoint, or set the same seed, and use one spec in all processes",
             )
 
@@ -51,15 +50,30 @@ def _description(model: nn.Module, spec: Spec, mesh: DeviceMesh) -> Iterator[str
         yield f"{name} {kind}{list(parameter.shape)} {trains}, values {_fingerprint(parameter)}"
 
 
+_CHUNK = 1 << 22
+"""Numbers of a parameter that are widened at once."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _fingerprint(parameter: torch.Tensor) -> str:
-    """A number that differs where values differ: their bits as integers, added up, which rounds nothing."""
+    """A number that differs where values, or their places, do: their bits as integers, each times its place, added up
+    modulo 2**64."""
     if parameter.is_meta:
         return "none"
-    bits = parameter.detach().contiguous().view(torch.uint8)
-    return format(int(bits.sum(dtype=torch.int64)), "x")
+    bits = parameter.detach().contiguous().flatten().view(_BITS[parameter.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for number, chunk in enumerate(bits.split(_CHUNK)):
+        begin = number * _CHUNK + 1
+        total += (chunk.long() * torch.arange(begin, begin + len(chunk), device=bits.device)).sum()
+    return format(int(total) % 2**64, "x")
 
 
-def _gather(mine: T) -> list[T]:
-    everyone: list[T] = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
+def _gather(mine: T, mesh: DeviceMesh) -> dict[int, T]:
+    """That of each process of the mesh, by its rank, in order: one exchange an axis."""
+    found = {dist.get_rank(): mine}
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        others: list[dict[int, T]] = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(others, found, group=group)
+        found = {rank: value for other in others for rank, value in other.items()}
+    return dict(sorted(found.items()))

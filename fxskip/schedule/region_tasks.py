@@ -47,6 +47,11 @@ def wait_step(role: str) -> str:
     return f"{role}.wait"
 
 
+def is_wait_step(name: str) -> bool:
+    """Whether a step's name is one that `wait_step` gives."""
+    return name.endswith(".wait")
+
+
 @dataclass(frozen=True)
 class RegionTasks:
     """A region's units by task, and the task graph of one region or of several in a row."""
