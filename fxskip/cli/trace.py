@@ -52,8 +52,8 @@ def trace(
 
     \b
     Examples:
-      fxskip trace models/original specs/farskip-ep2.yaml --out trace
-      torchrun --nproc-per-node 8 -m fxskip trace models/original specs/farskip-ep8.yaml --length 4096 --out trace
+      fxskip trace models/original farskip-ep2.yaml --out trace
+      torchrun --nproc-per-node 8 -m fxskip trace models/original farskip-ep8.yaml --length 4096 --out trace
 
     \b
     Exit codes: 2 the spec is wrong, 3 the model cannot be rewired like that, 4 the model cannot be loaded.

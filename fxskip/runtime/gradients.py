@@ -8,7 +8,7 @@ divided by the number of processes with batches of their own, and the first summ
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar, cast
 
@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fxskip.capture.wrappers import inner_model
 from fxskip.errors import PassError
 from fxskip.runtime.gradient_buckets import gradient_plan, own
-from fxskip.runtime.gradients_in_backward import GradientsInBackward
+from fxskip.runtime.gradients_in_backward import Agreement, GradientsInBackward
 from fxskip.schedule.tasks import EXPERT_DATA
 
 Kind = TypeVar("Kind", bound=Tensor)
@@ -40,22 +39,26 @@ def average_gradients(model: nn.Module, *, dense: bool = True) -> None:
     A parameter that has a gradient on some processes only counts as zero on the others. Where the backward pass has
     averaged all (`schedule: {gradients: in_backward}`), nothing is left to do, and a warning says so.
 
-    Raises PassError for a model that is not spread.
+    Raises PassError for a model that is not spread, CollectiveError where processes train different parameters.
     """
-    in_backward = _in_backward(model)
-    done: Collection[nn.Parameter] = ()
-    if in_backward is not None:
-        done = in_backward.parameters()
+    students = _all_in_backward(model)
+    done = {p for student in students for p in student.parameters()}
+    if students:
         others = [p for p in model.parameters() if p.grad is not None and p not in done]
-        if not in_backward.is_done:
-            in_backward.average()
-        elif not others:
+        left = [student for student in students if not student.is_done]
+        for student in left:
+            student.average()
+        if not left and not others:
             warnings.warn(
                 "fxskip.average_gradients: the backward pass has averaged the gradients (schedule.gradients: "
                 "in_backward); nothing is left to do, and the call can go",
                 stacklevel=2,
             )
-    for bucket in gradient_plan("average_gradients", model, leave_out=done).buckets:
+    plan = gradient_plan("average_gradients", model, leave_out=done)
+    sent = [lane for lane in plan.lanes if lane.group is not None and (dense or lane.name == EXPERT_DATA)]
+    for agreement in [Agreement(plan, lane, "average_gradients") for lane in sent]:
+        agreement.require()
+    for bucket in plan.buckets:
         if dense or bucket.lane.name == EXPERT_DATA:
             with torch.no_grad():
                 bucket.finish(bucket.start())
@@ -72,32 +75,36 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     Raises PassError for a model whose spec does not say `schedule: {gradients: in_backward}`.
     """
-    gradients = _in_backward(inner_model(model))
-    if gradients is None:
+    found = _all_in_backward(model)
+    if not found:
         raise PassError(
             "no_sync",
             f"no backward pass of {type(model).__name__} averages gradients",
             hint="leave no_sync out, and call fxskip.average_gradients once after the last backward pass; or transform "
             "with schedule: {gradients: in_backward}",
         )
-    before, gradients.accumulates = gradients.accumulates, True
+    before = [one.accumulates for one in found]
+    for one in found:
+        one.accumulates = True
     try:
         yield
     finally:
-        gradients.accumulates = before
+        for one, was in zip(found, before, strict=True):
+            one.accumulates = was
 
 
-def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """torch.nn.utils.clip_grad_norm_ for parameters of which some are spread over processes and some are not.
 
     torch's own refuses the mixture. All processes call it; each gets the norm of the whole gradient, a scalar.
 
     Args:
-        parameters: such as `model.parameters()`; those without a gradient are left out.
+        parameters: such as `model.parameters()`, or one; those without a gradient are left out.
         max_norm: gradients are scaled down to this norm where theirs is larger.
         norm_type: the p of the p-norm; float("inf") for the largest absolute value.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    given = [parameters] if isinstance(parameters, Tensor) else parameters
+    gradients = [p.grad for p in given if p.grad is not None]
     norms = [_whole(torch.nn.utils.get_total_norm(group, norm_type)) for group in _by_mesh(gradients)]
     if not norms:
         return torch.tensor(0.0)
@@ -117,10 +124,10 @@ def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
     return [{"params": group} for group in _by_mesh(p for p in model.parameters() if p.requires_grad)]
 
 
-def _in_backward(model: nn.Module) -> GradientsInBackward | None:
-    """What averages the model's gradients in its backward pass, if its spec asks for that."""
+def _all_in_backward(model: nn.Module) -> list[GradientsInBackward]:
+    """What averages gradients in the backward passes of the students in `model`, each once."""
     found = (getattr(module, "fxskip_gradients", None) for module in model.modules())
-    return next((one for one in found if isinstance(one, GradientsInBackward)), None)
+    return list(dict.fromkeys(one for one in found if isinstance(one, GradientsInBackward)))
 
 
 def _by_mesh(tensors: Iterable[Kind]) -> list[list[Kind]]:

@@ -66,7 +66,7 @@ class GradientsInBackward:
         self._averaged: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
         """The gradients that are means already, and were not added to since."""
         self._pass: _Pass | None = None
-        self._agreements: list[_Agreement] = []
+        self._agreements: list[Agreement] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientsInBackward:
         return GradientsInBackward(copy.deepcopy(self._model, memo))
@@ -113,7 +113,7 @@ class GradientsInBackward:
             layer.fxskip_parallel = replace(parallel_of(layer), gradients=self._plan.of_layer(number))  # type: ignore[assignment]
         for lane in self._plan.lanes:
             if lane.group is not None and not sends_nothing():
-                self._agreements.append(_Agreement(self._plan, lane))
+                self._agreements.append(Agreement(self._plan, lane))
 
     def agree(self) -> None:
         """Raise CollectiveError where other processes average other gradients, once after each change."""
@@ -138,7 +138,12 @@ class GradientsInBackward:
     # --- what autograd calls ---
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
-        assert parameter.grad is not None
+        if parameter.grad is None:
+            raise PassError(
+                _WHO,
+                "a gradient was taken away before it was averaged",
+                hint="an optimizer must not step inside the backward pass: let it step behind it",
+            )
         self._averaged.pop(parameter.grad, None)
         if self.accumulates:
             return
@@ -252,11 +257,11 @@ class _Pass:
         return [bucket for queue in self._queues.values() for bucket in queue]
 
 
-class _Agreement:
+class Agreement:
     """A comparison of what the processes of a lane are about to average, under way."""
 
-    def __init__(self, plan: GradientPlan, lane: Lane) -> None:
-        self._lane = lane
+    def __init__(self, plan: GradientPlan, lane: Lane, who: str = _WHO) -> None:
+        self._lane, self._who = lane, who
         self._landing = launch(
             f"comparison of what trains ({lane.name}) of decoder layer 0",
             lane.group,
@@ -277,7 +282,7 @@ class _Agreement:
         if len(set(found)) > 1:
             ranks = dist.get_process_group_ranks(self._lane.group)
             raise CollectiveError(
-                _WHO,
+                self._who,
                 "the processes train different parameters",
                 where="\n".join(f"rank {r}: plan {n:x}" for r, n in zip(ranks, found, strict=True)),
                 hint="freeze and add the same parameters, in the same dtypes, on all processes",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from inspect import signature
@@ -97,6 +99,12 @@ def _common(spec: Spec, mesh: DeviceMesh) -> RegionParallel:
     """What is the same for all layers."""
     schedule, mode = spec.schedule or Schedule(), (spec.runtime or Runtime()).mode
     if schedule.overlap == "none":
+        if mode == "eager_wait":
+            raise PassError(
+                "parallelize",
+                "schedule.overlap: none runs in program order, and runtime.mode: eager_wait in that of the schedule",
+                hint="leave one of the two out",
+            )
         mode = "reference"
     sizes, axis, hardware = axes(spec), expert_axis(spec), _hardware_here()
     ranks = sizes[axis] if axis else 1
@@ -104,7 +112,7 @@ def _common(spec: Spec, mesh: DeviceMesh) -> RegionParallel:
     if _transport(spec) == "copy_engine":
         transport = "copy_engine"
     elif dist.get_backend(mesh[next(iter(sizes))].get_group()) == "nccl":
-        transport = "nccl" if max(sizes.values()) <= load_hardware(hardware).domain.gpus else "nccl_network"
+        transport = "nccl" if _in_one_domain(max(sizes.values()), hardware) else "nccl_network"
     return RegionParallel(
         (),
         ranks,
@@ -119,10 +127,28 @@ def _common(spec: Spec, mesh: DeviceMesh) -> RegionParallel:
     )
 
 
+def _in_one_domain(ranks: int, hardware: str) -> bool:
+    """Whether neighbouring ranks share fast links, by what the launcher and NCCL are told; nothing is measured."""
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        return False
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # torchrun sets it
+    return ranks <= min(on_host, load_hardware(hardware).domain.gpus)
+
+
 def _hardware_here() -> str:
-    """The hardware file of this process's GPU; the default one where none is known or there is no GPU."""
-    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
-    return next((known for known in hardware_names() if known in name), DEFAULT_HARDWARE)
+    """The hardware file of this process's GPU; the default without a GPU and, with a warning, for an unknown one."""
+    if not torch.cuda.is_available():
+        return DEFAULT_HARDWARE
+    name = torch.cuda.get_device_name()
+    for known in hardware_names():
+        if known in name.lower():
+            return known
+    warnings.warn(
+        f"fxskip: no file of specs/hardware is of {name}: schedules are made with the figures of {DEFAULT_HARDWARE}; "
+        "measure with fxskip trace, and name its table in schedule.costs",
+        stacklevel=2,
+    )
+    return DEFAULT_HARDWARE
 
 
 def axes(spec: Spec) -> dict[str, int]:

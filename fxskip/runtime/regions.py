@@ -25,15 +25,17 @@ from fxskip.capture.twin import layer_class, require_own_class_forward
 from fxskip.collectives.border import Pending, Tail, at_border
 from fxskip.collectives.failures import begin_pass, tell
 from fxskip.collectives.landing import backward_pass, drain
+from fxskip.collectives.measuring import sends_nothing
 from fxskip.errors import CaptureError, CollectiveError, PassError
 from fxskip.leaves import make_leaf, running
-from fxskip.parallel import Ranks, RegionParallel
+from fxskip.parallel import TENSOR, Ranks, RegionParallel
 from fxskip.pipeline import parallelise, rewire
 from fxskip.runtime.gradients_in_backward import GradientsInBackward
 from fxskip.runtime.layer_cache import layer_caches, on_device, uses_one_part
 from fxskip.runtime.lowering import lowered
 from fxskip.runtime.observed import Observed
 from fxskip.runtime.recompute import recomputed, recomputes, reentrant_refusal
+from fxskip.runtime.same_everywhere import require_same_tokens
 from fxskip.runtime.watched import arguments_are_watched, result_is_watched
 from fxskip.schedule.order_region import schedules_of
 from fxskip.spec import Runtime
@@ -67,6 +69,8 @@ class Region(Swapped):
     fxskip_parallel: RegionParallel | None = None
     fxskip_ranks: Ranks
     fxskip_gradients: GradientsInBackward | None = None
+    fxskip_compared: bool = False
+    """Whether ranks with the same tokens have been seen to have them."""
 
     @_not_compiled_by_others
     def __call__(self, hidden_states: Tensor | Streams, *args: Any, **kwargs: Any) -> Any:
@@ -76,6 +80,7 @@ class Region(Swapped):
         try:
             if self.fxskip_layer == 0 and backward_pass() == -1:
                 begin_pass()
+                self._compare_tokens(hidden_states)
                 if self.fxskip_gradients is not None and torch.is_grad_enabled():
                     self.fxskip_gradients.prepare(self.fxskip_parallel)
             return super().__call__(_entering(self, hidden_states), *args, **kwargs)
@@ -123,6 +128,17 @@ class Region(Swapped):
         if border.left is None:
             return out, others
         return out, (*others, *border.left.watched(), border.left)
+
+    def _compare_tokens(self, hidden_states: Tensor | Streams) -> None:
+        """In the first pass, between ranks that must have the same tokens."""
+        parallel = self.fxskip_parallel
+        if parallel is None or self.fxskip_compared or sends_nothing():
+            return
+        axes = [TENSOR] if parallel.tensor_size > 1 else []
+        axes += [parallel.expert_axis] if parallel.ranks > 1 and parallel.exchange == "all_reduce" else []
+        stream = hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states
+        require_same_tokens(stream, self.fxskip_ranks.mesh, axes)
+        self.fxskip_compared = True
 
     def _leave_nothing_in_flight(self, error: BaseException) -> None:
         """After an error: tell the other ranks, and wait for what is under way."""

@@ -1,17 +1,19 @@
-"""Check, before the first collective, that all processes are about to do the same."""
+"""Check, before the first collectives, that all processes are about to do the same."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxskip.errors import PassError
+from fxskip.collectives.landing import Issued, launch
+from fxskip.errors import CollectiveError, PassError
 from fxskip.spec import Spec
 
 T = TypeVar("T")
@@ -48,6 +50,44 @@ def _description(model: nn.Module, spec: Spec, mesh: DeviceMesh) -> Iterator[str
         kind = str(parameter.dtype).removeprefix("torch.")
         trains = "trains" if parameter.requires_grad else "frozen"
         yield f"{name} {kind}{list(parameter.shape)} {trains}, values {_fingerprint(parameter)}"
+
+
+def require_same_tokens(stream: torch.Tensor, mesh: DeviceMesh, axes: Iterable[str]) -> None:
+    """Raise CollectiveError on all ranks of an axis that add up over it, where what enters the first layer differs.
+
+    stream   [..., D], compared bit by bit
+
+    Of different tokens their sums would make numbers that belong to none; of different lengths, transports break down.
+    """
+    mine = torch.tensor([*_size(stream), int(_fingerprint(stream), 16) >> 1], device=stream.device)
+    for axis in axes:
+        group = mesh[axis].get_group()
+        landing = launch(
+            "comparison of tokens of decoder layer 0", group, partial(_gathered, group=group), mine
+        )
+        landing.land()
+        everyone = landing.buffer.view(-1, len(mine)).tolist()
+        if any(one != everyone[0] for one in everyone):
+            ranks = dist.get_process_group_ranks(group)
+            raise CollectiveError(
+                "decoder layer 0",
+                f"the ranks of the axis {axis} have different tokens, and add up what they make of them",
+                where="\n".join(
+                    f"rank {rank}: {tokens} tokens of width {width}, values {values:x}"
+                    for rank, (tokens, width, values) in zip(ranks, everyone, strict=True)
+                ),
+                hint='give these ranks the same batch: a sampler by data rank, mesh["data"].get_local_rank()',
+            )
+
+
+def _size(stream: torch.Tensor) -> tuple[int, int]:
+    return stream.shape[:-1].numel(), stream.shape[-1]
+
+
+def _gathered(mine: torch.Tensor, group: Any) -> Issued:
+    everyone = mine.new_empty(dist.get_world_size(group) * len(mine))
+    parts = list(everyone.split(len(mine)))
+    return Issued(everyone, dist.all_gather(parts, mine, group, async_op=True), mine)
 
 
 _CHUNK = 1 << 22

@@ -60,7 +60,7 @@ def load_costs(path: str | PathLike[str], *, key: CostKey | None = None) -> Cost
             "load_costs",
             f"the costs were measured for another {', '.join(differ)}",
             where=f"{path}: " + "; ".join(f"{n} is {found[n]!r}, wanted {wanted[n]!r}" for n in differ),
-            hint="measure again (costs: measured), or give the table of this configuration",
+            hint="measure again with fxskip trace, or give the table of this configuration",
         )
     return table
 

@@ -80,6 +80,10 @@ def machine_of(parallel: RegionParallel) -> Machine | None:
     """What candidates are simulated on; None where nothing is known of contention: then makespans are compared."""
     if parallel.transport == "gloo":
         return None
-    contention = contention_of(load_hardware(parallel.hardware), parallel.transport)
-    lanes = (EXPERT, *GRADIENT_LANES)
-    return Machine(contention=dict.fromkeys(lanes, contention)) if contention is not None else None
+    hardware = load_hardware(parallel.hardware)
+    # Only experts' rows go over copy engines.
+    of_sums = "nccl" if parallel.transport == "copy_engine" else parallel.transport
+    found = {EXPERT: contention_of(hardware, parallel.transport)}
+    found |= dict.fromkeys(GRADIENT_LANES, contention_of(hardware, of_sums))
+    known = {lane: contention for lane, contention in found.items() if contention is not None}
+    return Machine(contention=known) if known else None

@@ -110,6 +110,23 @@ def optimizers(rank: int, folder: Path) -> None:
             assert difference(whole(got.detach()), want.detach()) < 1e-8, name
 
 
+def other_parameters_train(rank: int, folder: Path) -> None:
+    """What one rank has frozen would be averaged with what another rank has in its place."""
+    twin = in_mode(pair()[0], "scheduled")
+    twin(**own_batch(rank), use_cache=False).loss.backward()
+    twin.lm_head.weight.requires_grad_(rank == 0)  # type: ignore[union-attr,operator]
+    with pytest.raises(fxskip.CollectiveError, match="average_gradients: the processes train different"):
+        fxskip.average_gradients(twin)
+    twin.lm_head.weight.requires_grad_(True)  # type: ignore[union-attr,operator]
+
+
+def the_norm_of_one_parameter(rank: int, folder: Path) -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.full((4,), 3.0)
+    assert fxskip.clip_grad_norm_(parameter, 1.0) == 6.0
+    torch.testing.assert_close(parameter.grad, torch.full((4,), 0.5))
+
+
 def not_spread_is_refused(rank: int, folder: Path) -> None:
     with pytest.raises(fxskip.PassError, match="not spread over processes"):
         fxskip.average_gradients(pair()[1])
@@ -133,6 +150,8 @@ def test_two_processes(tmp_path: Path) -> None:
         the_norm_of_the_whole_gradient,
         optimizers,
         not_spread_is_refused,
+        other_parameters_train,
+        the_norm_of_one_parameter,
     )
     run_on_ranks(checks, tmp_path, limit_s=400)
 

@@ -1,5 +1,6 @@
 """schedule.gradients: in_backward leaves the bits of average_gradients, and sends while the backward pass runs."""
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import fxskip
 from fxskip.collectives.landing import poisoned_buffers, under_way
 from fxskip.runtime import gradient_buckets
 from fxskip.runtime.gradient_buckets import Bucket
+from fxskip.runtime.gradients_in_backward import GradientsInBackward
 from tests.collectives.spreads import MODES, gradients, in_mode, model, own, own_batch, regions, spread
 from tests.collectives.test_failures import (
     ATTENTION,
@@ -251,6 +253,37 @@ def missing_gradients(rank: int, folder: Path) -> None:
     assert of["wide"] is not of["on_one_rank"] and of["on_none"] is of["on_one_rank"]
 
 
+def missing_in_front(rank: int, folder: Path) -> None:
+    """Parameters of the head and of a layer that one rank uses alone: its buckets leave earlier than the other's, in
+    all modes and with hardly anything in flight at a time, and nobody waits for ever."""
+    for mode, cap in (("scheduled", 1 << 30), ("scheduled", 1), ("eager_wait", 1 << 30), ("reference", 1)):
+        found = []
+        for student in copies(mode):
+            extra = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+            student.lm_head.extra = extra[0]  # type: ignore[union-attr]
+            regions(student)[1].extra = extra[1]  # type: ignore[assignment]
+            loss = backward_of_rows(student, rank)
+            if rank == 0:
+                loss = loss + sum(p.sum() for p in extra)
+            limit = patch.object(GradientsInBackward, "_cap", property(lambda self, cap=cap: cap))
+            with limit, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                loss.backward()
+                fxskip.average_gradients(student)
+            found.append(gradients(student))
+        by_call, in_backward = found
+        assert [n for n, g in by_call.items() if not torch.equal(own(g), own(in_backward[n]))] == []
+        assert torch.equal(in_backward["lm_head.extra"], torch.full((3,), 0.5))
+
+
+def a_copy_is_evaluated(rank: int, folder: Path) -> None:
+    """Before it has had a forward pass that records gradients."""
+    student = copies()[1]
+    want = student.eval()(**own_batch(rank)).logits
+    with torch.no_grad():
+        assert torch.equal(copy.deepcopy(student)(**own_batch(rank)).logits, want)
+
+
 def sizes(rank: int, folder: Path) -> None:
     """No bucket is larger than bucket_mib but for one parameter, and no more than max_in_flight_mib are in flight."""
     original = model("qwen2_moe", layers=LAYERS, vocab_size=8192)
@@ -422,6 +455,33 @@ def four_processes(rank: int) -> None:
     assert_close(student, twice)
 
 
+def one_group_for_both_lanes(rank: int) -> None:
+    """With exchange: all_reduce the experts' copies are those of everything else: one group, one order."""
+    torch.set_num_threads(1)
+    original = model("qwen2_moe", layers=LAYERS)
+    parallel = {"expert": {"size": 2, "exchange": "all_reduce"}}
+    found = []
+    for how in ({}, {"gradients": "in_backward"}):
+        student = fxskip.transform(
+            original, {"fxskip": 1, "preset": "farskip", "parallel": parallel, "schedule": how}
+        )
+        extra = nn.Parameter(torch.ones(3))
+        student.lm_head.extra = extra  # type: ignore[union-attr]
+        loss = backward_of_rows(student, rank // 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            (loss + extra.sum() if rank < 2 else loss).backward()
+            fxskip.average_gradients(student)
+        found.append(gradients(student))
+    assert [n for n, g in found[0].items() if not torch.equal(own(g), own(found[1][n]))] == []
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_one_group_for_both_lanes(tmp_path: Path) -> None:
+    run_ranks(one_group_for_both_lanes, 4, tmp_path / "store", limit_s=300)
+
+
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_four_processes(tmp_path: Path) -> None:
@@ -447,6 +507,8 @@ def test_training_loops(tmp_path: Path) -> None:
         refused,
         other_uses_of_gradients,
         a_module_around_the_student,
+        missing_in_front,
+        a_copy_is_evaluated,
     )
     run_on_ranks(checks, tmp_path, limit_s=560)
 

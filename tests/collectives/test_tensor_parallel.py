@@ -15,7 +15,7 @@ import fxskip
 from fxskip.capture.region import capture_count
 from fxskip.collectives.all_reduce import Enter, Reduce
 from fxskip.collectives.in_flight import Issued
-from fxskip.errors import PassError
+from fxskip.errors import CollectiveError, PassError
 from tests.collectives.device import on_device
 from tests.collectives.replicated import (
     ROUNDING,
@@ -122,9 +122,17 @@ class _OtherLinear(nn.Linear):
     pass
 
 
+def notices_other_tokens(rank: int, folder: Path) -> None:
+    """In the first pass; of other lengths too, before sums of other sizes would meet."""
+    for inputs in (batch(seed=rank), batch(columns=9 + rank)):
+        student = spread(model("qwen3_moe", layers=2), "farskip", TENSOR, "scheduled")
+        with pytest.raises(CollectiveError, match="the ranks of the axis tensor have different tokens"):
+            student(**on_device(inputs), use_cache=False)
+
+
 @pytest.mark.distributed
 def test_two_processes(tmp_path: Path) -> None:
-    run_on_ranks([is_equal_to_one_process], tmp_path, limit_s=300)
+    run_on_ranks([is_equal_to_one_process, notices_other_tokens], tmp_path, limit_s=300)
 
 
 @pytest.mark.distributed
