@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxskip
 from fxskip.collectives.landing import poisoned_buffers, under_way
-from fxskip.runtime import gradient_buckets
 from fxskip.runtime.gradient_buckets import Bucket
 from fxskip.runtime.gradients_in_backward import GradientsInBackward
 from tests.collectives.spreads import MODES, gradients, in_mode, model, own, own_batch, regions, spread
@@ -292,17 +291,24 @@ def sizes(rank: int, folder: Path) -> None:
     found = {bucket.role: bucket.bytes for bucket in buckets(student)}
     table = 8192 * 64 * 4
     assert found["head_gradients"] == table and found["head_gradients.2"] == 64 * 4
-    flying: list[list[str]] = []
-    original_sum = gradient_buckets.sum_in_place
+    flying: list[int] = []
+    started: dict[Bucket, Any] = {}
+    original_start = Bucket.start
 
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        flying.append([name.partition(" ")[0] for name in under_way() if "gradients" in name])
-        return original_sum(*args, **kwargs)
+    def noting(bucket: Bucket) -> Any:
+        before = sum(
+            b.bytes for b, landing in started.items() if landing is not None and landing.is_under_way
+        )
+        flying.append(before + bucket.bytes)
+        started[bucket] = original_start(bucket)
+        return started[bucket]
 
-    with patch.object(gradient_buckets, "sum_in_place", noting):
+    with patch.object(Bucket, "start", noting):
         backward(student, rank)
-    assert flying[-1] and not any("head_gradients" in names for names in flying[-1:])
-    assert ["head_gradients"] in flying
+    assert len(flying) == len(buckets(student))
+    assert (
+        table < max(flying) <= 3 << 20 < 2 * table
+    )  # head and embedding, 2 MiB each, were never there together
     backward(by_call, rank)
     fxskip.average_gradients(by_call)
     assert_same_gradients(student, by_call)
