@@ -20,14 +20,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fxskip.bench.goals import print_verdicts, verdicts
 from fxskip.bench.measure import FAILED, UNAVAILABLE, require_no_failures
-from fxskip.bench.overlap_model import PRESETS, RANKS, Setting
+from fxskip.bench.overlap_goals import REAL, TURN, ZERO, goals_of
+from fxskip.bench.overlap_model import RANKS, WIRINGS, Setting
 from fxskip.bench.overlap_ranks import Part, measure_alone, measure_pair
 from fxskip.errors import FxskipError
 from fxskip.tracing.processes import Body, in_processes
 
 PAIR, ALONE = "two ranks", "one process"
-CONDITIONS = ("real routing, real data", "routing in turn, real data", "routing in turn, zero data")
+CONDITIONS = (REAL, TURN, ZERO)
 _OUT_OF_MEMORY = "OutOfMemoryError"
 
 
@@ -51,6 +53,9 @@ def run(out: Path, settings: Sequence[Setting], *, alone: bool = False) -> None:
             _put(report if place == ("environment",) else found, place, value)
             out.write_text(json.dumps(report, indent=1) + "\n")
         print("\n".join(table(found)), flush=True)
+        found["goals"] = verdicts(goals_of(found), found, ())
+        print_verdicts(found["goals"], is_tiny=found["tiny"])
+        out.write_text(json.dumps(report, indent=1) + "\n")
         print(f"[done after {time.monotonic() - started:.0f} s]\n", flush=True)
     require_no_failures(
         report, who="bench overlap", repeat="repeat a setting with --layers and --micro-batch"
@@ -108,7 +113,7 @@ def table(found: Mapping[str, Any]) -> Iterator[str]:
         return
     rows: list[Sequence[str]] = [_HEAD]
     for condition in CONDITIONS:
-        for wiring in PRESETS:
+        for wiring in WIRINGS:
             own = found.get(condition, {}).get(wiring, {})
             if "nothing sent" in own:  # the last mode: all three are there
                 rows.append((f"{wiring}, {condition}", *_cells(own)))
@@ -139,12 +144,12 @@ def _cells(own: Mapping[str, Any]) -> Iterator[str]:
 def _comparisons(found: Mapping[str, Any]) -> Iterator[str]:
     """What is asked across rows."""
     real, turn, _ = (found.get(condition, {}) for condition in CONDITIONS)
-    for wiring in PRESETS:
+    for wiring in WIRINGS:
         if "as it is" in real.get(wiring, {}) and "as it is" in turn.get(wiring, {}):
             ratio = real[wiring]["as it is"]["step_ms"] / turn[wiring]["as it is"]["step_ms"]
             yield f"  {wiring}: real routing over routing in turn x{ratio:.3f}"
     for condition in CONDITIONS:
         both = found.get(condition, {})
-        if all("as it is" in both.get(wiring, {}) for wiring in PRESETS):
+        if all("as it is" in both.get(wiring, {}) for wiring in ("stock", "farskip")):
             ratio = both["stock"]["as it is"]["step_ms"] / both["farskip"]["as it is"]["step_ms"]
             yield f"  {condition}: stock scheduled over FarSkip scheduled x{ratio:.3f}"

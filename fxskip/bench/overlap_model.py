@@ -14,8 +14,15 @@ from fxskip.collectives.expert_parallel import local
 from fxskip.tracing.runs import Stepper
 
 RANKS = 2
-Wiring = Literal["stock", "farskip"]
-PRESETS: dict[Wiring, str] = {"stock": "identity", "farskip": "farskip"}
+Wiring = Literal["stock", "stock, split weights", "farskip"]
+WIRINGS: dict[Wiring, dict[str, Any]] = {
+    "stock": {"preset": "identity"},
+    "stock, split weights": {"preset": "identity", "schedule": {"backward": "explicit"}},
+    "farskip": {"preset": "farskip"},
+}
+"""The original's connections as they are, the same with weight gradients under the reverse exchanges, and FarSkip's."""
+CANNOT_BE_TRACED: tuple[Wiring, ...] = ("stock, split weights",)
+"""`fxskip.trace` refuses a backward pass with an order of its own."""
 
 # huggingface.co/deepseek-ai/DeepSeek-V2-Lite, config.json; but the vocabulary, for there is no head.
 LITE = {
@@ -84,11 +91,12 @@ def student(setting: Setting, wiring: Wiring, costs: Path | None = None) -> Any:
 
     costs   a table of measured costs; by default those of the roofline
     """
+    how = WIRINGS[wiring]
     spec: dict[str, Any] = {
         "fxskip": 1,
-        "preset": PRESETS[wiring],
+        **how,
         "parallel": {"expert": {"size": RANKS}},
-        "schedule": {"costs": "roofline" if costs is None else str(costs)},
+        "schedule": how.get("schedule", {}) | {"costs": "roofline" if costs is None else str(costs)},
         "runtime": {"transport": setting.transport},
     }
     return fxskip.transform(original(setting), spec, inplace=True)

@@ -16,7 +16,8 @@ import torch.distributed as dist
 import fxskip
 from fxskip.bench.measure import environment
 from fxskip.bench.overlap_model import (
-    PRESETS,
+    CANNOT_BE_TRACED,
+    WIRINGS,
     Setting,
     Wiring,
     device_here,
@@ -60,7 +61,7 @@ def measure_pair(setting: Setting, rank: int) -> Iterator[Part]:
     """Stock and FarSkip on two ranks, in all modes and conditions; what rank 0 yields is complete."""
     yield ("environment",), environment() | {"nccl": _nccl()}
     with tempfile.TemporaryDirectory() as folder:
-        models = {wiring: _student(setting, wiring, rank, Path(folder)) for wiring in PRESETS}
+        models = {wiring: _student(setting, wiring, rank, Path(folder)) for wiring in WIRINGS}
         steppers = {w: stepper(setting, model, rank=rank, together=True) for w, model in models.items()}
         yield from _measured(setting, steppers, rank)  # captures read the costs in the folder
     yield ("peak_gib",), _peak()
@@ -71,7 +72,7 @@ def _measured(setting: Setting, steppers: dict[Wiring, Stepper], rank: int) -> I
     for data, routings in _data_and_routings():
         if data == "zero data":
             zero(steppers.values())
-        variants = [Variant(w, r, data, m) for r in routings for w in PRESETS for m in MODES]
+        variants = [Variant(w, r, data, m) for r in routings for w in WIRINGS for m in MODES]
         times, windows, log = _in_turn(setting, steppers, variants, rank)
         gathered = _gathered(times)
         for variant in variants:
@@ -80,12 +81,15 @@ def _measured(setting: Setting, steppers: dict[Wiring, Stepper], rank: int) -> I
             yield place, _row(per_rank) | {"clocks": log.summary(windows[variant])}
         for routing in routings:
             for wiring, one in steppers.items():
+                if wiring in CANNOT_BE_TRACED:
+                    continue
                 found = _traced(setting, one, Variant(wiring, routing, data, "as it is"), gathered)
                 yield (f"{routing}, {data}", wiring, "trace"), found
 
 
 def measure_alone(setting: Setting, rank: int) -> Iterator[Part]:
     """One process without a mesh: the student against the original model, forward and backward."""
+    yield ("environment",), environment()
     first = original(setting)
     second = fxskip.transform(original(setting), "farskip", inplace=True)
     share_weights(second, first)
@@ -111,7 +115,7 @@ def measure_alone(setting: Setting, rank: int) -> Iterator[Part]:
 def _student(setting: Setting, wiring: Wiring, rank: int, folder: Path) -> Any:
     """By measured costs, it is made twice: first to measure."""
     model = student(setting, wiring)
-    if not setting.measured_costs:
+    if not setting.measured_costs or wiring in CANNOT_BE_TRACED:
         return model
     one = stepper(setting, model, rank=rank, together=True)
     costs = fxskip.trace(model, one.batch, steps=2).costs()

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from fxskip.bench import overlap
+from fxskip.bench.goals import verdicts
 from fxskip.bench.overlap import table
+from fxskip.bench.overlap_goals import TURN, ZERO, goals_of
 from fxskip.bench.overlap_model import Setting
 from fxskip.bench.overlap_ranks import measure_alone
 from fxskip.bench.power import PowerLog
@@ -21,7 +23,7 @@ SETTING = Setting(3, 1, 8, 2, 1, slow_link=False, measured_costs=False, is_tiny=
 
 def test_one_process_against_the_original():
     found = {place[0]: value for place, value in measure_alone(SETTING, 0)}
-    assert found.keys() == {"original", "student", "student over original", "peak_gib"}
+    assert found.keys() == {"environment", "original", "student", "student over original", "peak_gib"}
     assert [len(own) for own in found["student"]["samples_ms"]] == [2]
     middle = [sum(s["step"] for s in found[who]["samples_ms"][0]) / 2 for who in ("student", "original")]
     assert found["student over original"] == pytest.approx(middle[0] / middle[1])
@@ -55,6 +57,20 @@ def test_the_table():
     assert "farskip: real routing over routing in turn x1.012" in text
     assert "real routing, real data: stock scheduled over FarSkip scheduled x1.000" in text
     assert "not traced" in next(line for line in text.splitlines() if "stock, real routing" in line)
+
+
+def test_goals():
+    """Of what was measured; a step's hidden share is 1 - (scheduled - none) / (blocking - none)."""
+    own = {"blocking": mode(85.0), "as it is": mode(81.0), "nothing sent": mode(75.0)}
+    report = {"transport": "auto", "link": "default", TURN: {"farskip": own}, ZERO: {"farskip": own}}
+    found = {one["goal"]: (one["measured"], one["verdict"]) for one in verdicts(goals_of(report), report, ())}
+    name = "auto, link default: "
+    assert found[name + "hidden at constant clock"] == (pytest.approx(0.4), "missed by 35 %")
+    assert found[name + "step over that with nothing sent, real data"] == (pytest.approx(1.08), "met")
+    assert found[name + "step with real routing over routing in turn"] == (None, "not measured")
+    assert found[name + "coincidence, forward"] == (None, "not measured")
+    alone = {"student over original": 1.03}
+    assert [one["verdict"] for one in verdicts(goals_of(alone), alone, ())] == ["missed by 0.98 %"]
 
 
 def test_clocks_within_the_steps():
