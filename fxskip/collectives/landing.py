@@ -49,6 +49,8 @@ class Landing:
         self.in_pass = backward_pass()
         self._group = group
         self._issued: Issued | None = issued
+        # Its memory goes back to the allocator in this stream's order.
+        self._stream = torch.cuda.current_stream(issued.buffer.device) if issued.buffer.is_cuda else None
         if _POISONED and issued.work is not None and issued.buffer.is_floating_point():
             self.buffer = torch.full_like(issued.buffer, torch.nan)
         if issued.work is not None:
@@ -69,8 +71,13 @@ class Landing:
             return
         if self._watch is not None:
             self._watch.waits()
-        if issued.buffer.is_cuda:
+        if self._stream is not None:
             issued.work.wait()  # the stream waits, the host does not
+            if self._stream != torch.cuda.current_stream(
+                issued.buffer.device
+            ):  # a callback's, or another thread's
+                with torch.cuda.stream(self._stream):
+                    issued.work.wait()
         else:
             wait_until_done(self.name, self._group, issued.work)
         if self._watch is not None:
