@@ -53,9 +53,10 @@ def checkpointing_keeps_what_arrives(rank: int, folder: Path) -> None:
         twin: Any = in_mode(student(), mode)
         twin.gradient_checkpointing_enable({"use_reentrant": False})
         kept[mode] = kept_bytes(twin, rank)
-    # A finished stream against: rows in flight, tokens x choices, their order (int64), and routing weights (float32).
+    # A finished stream against: rows in flight, tokens x choices, their order and its inverse (int64), and
+    # routing weights (float32).
     crossing = LAYERS - 1
-    rows = TOKENS * CHOICES * (ROW_BYTES + 8 + 4)
+    rows = TOKENS * CHOICES * (ROW_BYTES + 8 + 8 + 4)
     assert kept["scheduled"] - kept["reference"] == pytest.approx(
         crossing * (rows - TOKENS * ROW_BYTES), rel=0.1
     )
