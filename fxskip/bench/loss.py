@@ -155,7 +155,7 @@ def online(setting: Setting) -> dict[str, Any]:
 
 
 def ours(inputs: Inputs) -> dict[str, Work]:
-    whole, half, double = inputs.chunk_tokens, max(inputs.chunk_tokens // 2, 1), 2 * inputs.chunk_tokens
+    whole, half = inputs.chunk_tokens, max(inputs.chunk_tokens // 2, 1)
 
     def loss_alone() -> None:
         with torch.no_grad():
@@ -164,15 +164,8 @@ def ours(inputs: Inputs) -> dict[str, Work]:
     return {
         "sparse_kl": inputs.chunked(unchecked_kl),
         "sparse_kl, values checked": inputs.chunked(sparse_kl, implementation="triton"),
-        "sparse_kl, accumulate 1": inputs.chunked(unchecked_kl, accumulate=1),
         "sparse_kl, accumulate 4": inputs.chunked(unchecked_kl, accumulate=4),
         LEAN: inputs.chunked(unchecked_kl, chunk_tokens=half),
-        "sparse_kl, half a chunk, accumulate 4": inputs.chunked(
-            unchecked_kl, chunk_tokens=half, accumulate=4
-        ),
-        "sparse_kl, two chunks, accumulate 1": inputs.chunked(
-            unchecked_kl, chunk_tokens=double, accumulate=1
-        ),
         "sparse_kl, ghost": inputs.chunked(unchecked_kl, tail="ghost"),
         "sparse_kl, float32 logits": inputs.chunked(unchecked_kl, logits_dtype=torch.float32),
         "sparse_kl, frozen head": inputs.with_frozen_head().chunked(unchecked_kl),

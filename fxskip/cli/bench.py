@@ -63,10 +63,11 @@ def loss(
 ) -> None:
     """Time, memory and errors of the distillation loss, beside the bare matrix products and other forms.
 
-    Needs a CUDA GPU of 80 GiB or more. The parts of one GPU are errors, sweep (of launch parameters), and times by
-    vocabulary and tokens: v65536-32k, v131072-32k, v32000-4k, online-v131072-32k, v131072-64k, v131072-128k,
-    v131072-256k. What fails is in the file with its message; the rest is measured all the same, and the exit status is
-    not 0. Goals are judged, in the file and in the end; one that is missed is no failure.
+    Needs a CUDA GPU; the dense form takes 64 GiB above its inputs at the largest size. The parts of one GPU are errors,
+    sweep (of launch parameters), and times by vocabulary and tokens: v65536-32k, v131072-32k, v32000-4k,
+    online-v131072-32k, v131072-64k, v131072-128k, v131072-256k. What fails is in the file with its message; the rest is
+    measured all the same, and the exit status is not 0. Goals are judged, in the file and in the end; one that is
+    missed is no failure.
 
     \b
     Examples:

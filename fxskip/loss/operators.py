@@ -6,6 +6,8 @@ was called. Kernels are imported late: a process that never runs them needs no T
 
 # N tokens, n that count, D width, V vocabulary, K entries of a teacher row
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -48,7 +50,7 @@ def sparse_kl_operator(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     # The dtypes are chosen here; an autocast region around the call would choose others.
     with torch.autocast(hidden.device.type, enabled=False):
-        same = alike(hidden, token_weight, wanted, chunk_tokens, accumulate) | {"tail": TAILS.index(tail)}
+        same = partial(alike, hidden, token_weight, wanted, chunk_tokens, accumulate, tail=TAILS.index(tail))
         shard = shard_of(who, weight, vocabulary, group_of(group), same, validate=validate)
         teacher = TeacherRows(ids, logp, counts)
         if validate:
@@ -97,7 +99,7 @@ def hidden_kl_operator(
     validate: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with torch.autocast(hidden.device.type, enabled=False):
-        same = alike(hidden, token_weight, wanted, chunk_tokens, accumulate) | {"beta": beta}
+        same = partial(alike, hidden, token_weight, wanted, chunk_tokens, accumulate, beta=beta)
         shard = shard_of(who, weight, vocabulary, group_of(group), same, validate=validate)
         if validate:
             require_weights(who, token_weight)
@@ -149,9 +151,14 @@ def formed(
 
 
 def alike(
-    hidden: Tensor, token_weight: Tensor | None, wanted: list[bool], chunk_tokens: int, accumulate: int
+    hidden: Tensor,
+    token_weight: Tensor | None,
+    wanted: list[bool],
+    chunk_tokens: int,
+    accumulate: int,
+    **others: float,
 ) -> dict[str, float | Tensor]:
-    """What decides which exchanges a rank of a vocabulary group takes part in."""
+    """What decides which exchanges a rank of a vocabulary group takes part in, and which loss they are of."""
     tokens, width = hidden.shape
     return {
         "tokens of hidden": tokens,
@@ -161,6 +168,7 @@ def alike(
         "a gradient of anything": any(wanted),
         "chunk_tokens": chunk_tokens,
         "accumulate": accumulate,
+        **others,
     }
 
 

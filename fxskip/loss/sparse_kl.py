@@ -55,7 +55,7 @@ def sparse_kl(
                     float32 weight, never rounded to less. A frozen head costs no memory and no product
     ids, logp       [N, K], int64 or int32, and a float dtype: tokens and their natural log-probabilities by the
                     teacher, over its whole vocabulary, at this temperature. Equal ids in a row add up. K may be V:
-                    above 1024 entries the kernels have each chunk's rows sorted first, in about 50 bytes an entry
+                    above 1024 entries the kernels have each chunk's rows sorted first
     counts          [N], whole numbers: only the first counts[n] entries of row n are given. Default: all K
     bias, scale, softcap, temperature
                     logits = softcap * tanh(scale * (hidden W^T + bias) / softcap) / temperature, in this order.

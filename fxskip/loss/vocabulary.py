@@ -2,7 +2,7 @@
 
 # V columns of this rank that are tokens, D width
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -63,20 +63,20 @@ def shard_of(
     weight: Tensor,
     vocabulary: int | None,
     group: dist.ProcessGroup | None,
-    same: Mapping[str, float | Tensor],
+    same: Callable[[], Mapping[str, float | Tensor]],
     *,
     validate: bool,
 ) -> Shard:
     """Where this rank's rows of the head lie. With `validate` the ranks tell one another what they hold, and the host
     waits for it; without, all are taken to hold as many rows as this one.
 
-    same   what all ranks must have alike, by the name of the argument, numbers or tensors []
+    same   gives what all ranks must have alike, by the name of the argument, numbers or tensors []; only then asked
     """
     rows = weight.shape[0]
     if group is None:
         total, first = rows, 0
     elif validate:
-        sizes = agreed_sizes(who, weight, {**same, "vocabulary": vocabulary or 0}, group)
+        sizes = agreed_sizes(who, weight, {**same(), "vocabulary": vocabulary or 0}, group)
         total, first = sum(sizes), sum(sizes[: group.rank()])
     else:
         total, first = rows * group.size(), rows * group.rank()

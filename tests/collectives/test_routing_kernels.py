@@ -1,7 +1,6 @@
 """Index work of routed experts: the kernels, on a GPU or in Triton's interpreter, and PyTorch in their place."""
 
 import importlib.util
-import os
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fxskip.collectives.replicated_tokens import choices_of
 from fxskip.collectives.routing import Order, implementation, order_by_expert, permute, sort_pairs, unpermute
 from tests.collectives.device import DEVICE
+from tests.compiled import lines_of
 
 ROOT = Path(__file__).parents[2]
 NEEDS_TRITON = pytest.mark.skipif(
@@ -346,18 +346,7 @@ def test_the_device_is_not_waited_for():
 @NEEDS_TRITON
 @pytest.mark.parametrize(("which", "kernels"), [("bf16", 6), pytest.param("all", 15, marks=pytest.mark.slow)])
 def test_kernels_compile_for_a_gpu_and_the_sort_checks_its_input(which, kernels, tmp_path):
-    path = os.pathsep.join([str(ROOT), *sys.path])
-    changed = {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "collectives" / "compile_routing.py", which],
-        env=os.environ | changed,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = lines_of("collectives/compile_routing.py", which, tmp_path)
     assert len(lines) == kernels
     assert [line.split()[0] for line in lines if "assertion" in line] == ["count_blocks"]
 

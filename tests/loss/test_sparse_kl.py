@@ -169,8 +169,8 @@ def test_students_far_from_and_near_to_the_teacher(tail, student):
         case.logp = logp.gather(1, case.ids).float()
     plain = case.outcome(tail=tail, implementation="torch")
     assert_close(plain, case.expected(tail))
-    # In base 2 a logit, and the normaliser beside it, are rounded once more: an error that grows with the logits.
-    largest = (case.leaves[0] @ case.leaves[1].T).abs().max().item()
+    # Compiled, a logit in base 2 and the normaliser beside it are rounded once more: an error that grows with logits.
+    largest = (case.leaves[0] @ case.leaves[1].T).abs().max().item() if DEVICE == "cuda" else 0.0
     assert_no_worse(case, tail, margin=2e-6 + 2 * largest * 2**-24, scales=scales)
     if student == "equal" and tail == "ghost":  # the minimum
         assert all(value.norm() <= 1e-5 * scale.norm() for value, scale in zip(plain, scales, strict=True))
