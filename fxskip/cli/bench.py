@@ -139,6 +139,15 @@ def overlap(
     tokens: Annotated[
         int | None, typer.Option("--length", min=2, help="Tokens of a sequence. Default: 4096.")
     ] = None,
+    choices: Annotated[
+        int | None,
+        typer.Option(
+            "--choices",
+            min=1,
+            max=6,
+            help="Experts of a token, and so what is sent. Default: 6, as the model has.",
+        ),
+    ] = None,
     rounds: Annotated[
         int | None, typer.Option("--rounds", min=1, help="Times that each variant is timed. Default: 12.")
     ] = None,
@@ -159,6 +168,13 @@ def overlap(
         bool,
         typer.Option(
             "--copy-engine", help="Also with runtime.transport: copy_engine, which a CPU does not have."
+        ),
+    ] = False,
+    mirror: Annotated[
+        bool,
+        typer.Option(
+            "--mirror",
+            help="Only one process and its mirror image, whose rows come from the host's memory: one GPU is enough.",
         ),
     ] = False,
     alone: Annotated[
@@ -184,22 +200,32 @@ def overlap(
       fxskip bench overlap --out overlap.json
       fxskip bench overlap --layers 8 --micro-batch 2 --micro-batch 4 --slow-link --out overlap.json
       fxskip bench overlap --layers 8 --copy-engine --out overlap.json
+      fxskip bench overlap --mirror --layers 8 --choices 1 --out mirror.json
       fxskip bench overlap --alone --layers 8 --out one-process.json
       fxskip bench overlap --tiny --out check.json
     """
     import torch
 
     # Unlike is_available, device_count leaves GPUs to processes that are started later.
-    needed = 1 if alone else 2
+    needed = 1 if alone or mirror else 2
     if not tiny and torch.cuda.device_count() < needed:
         raise FxskipError(
             "bench overlap",
             f"CUDA devices needed: {needed}; seen by this PyTorch: {torch.cuda.device_count()}",
-            hint="run it on a machine with two GPUs, or give --alone for one, or --tiny for none",
+            hint="run it on a machine with two GPUs, or give --mirror or --alone for one, or --tiny for none",
+        )
+    if mirror and (alone or slow_link or copy_engine):
+        raise FxskipError(
+            "bench overlap",
+            "--mirror is given with another choice of what is measured",
+            hint="it is measured by itself: leave out --alone, --slow-link and --copy-engine",
         )
     from fxskip.bench.overlap import run
-    from fxskip.bench.overlap_model import Setting
+    from fxskip.bench.overlap_model import DEFAULT, MIRROR, SLOW, Setting
 
+    links = [(DEFAULT, False), *[(SLOW, False)] * slow_link, *[(DEFAULT, True)] * copy_engine]
+    if mirror:  # copies, which a CPU does not have
+        links = [(MIRROR, torch.cuda.device_count() > 0)]
     sizes = (32, 2) if tiny else (4096, 12)
     settings = [
         Setting(
@@ -208,12 +234,13 @@ def overlap(
             tokens or sizes[0],
             rounds or sizes[1],
             1 if tiny else 2,
-            slow,
+            link,
             measured_costs,
             tiny,
             "copy_engine" if copies else "auto",
+            choices,
         )  # fmt: skip
-        for slow, copies in [(False, False), *[(True, False)] * slow_link, *[(False, True)] * copy_engine]
+        for link, copies in links
         for count in layers or ([3] if tiny else [8, 27])
         for batch in micro_batch or ([1] if tiny else [2])
     ]

@@ -149,7 +149,7 @@ def _parts(rows: Tensor, counts: tuple[int, ...]) -> list[Tensor]:
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
     for to, source in pairs:
         if source.numel():
-            to.copy_(source)
+            to.copy_(source, non_blocking=True)
 
 
 def _fill(sections: list[Tensor]) -> None:
@@ -190,6 +190,11 @@ def connect(group: Any, memory: PeerMemory) -> None:
     arrived, expected = buffer.flatten().tolist(), [source * ranks + me for source in range(ranks)]
     if arrived != expected:
         raise impossible(f"in a first exchange the others sent {expected}, and {arrived} arrived")
+    use_slots(group, slots)
+
+
+def use_slots(group: Any, slots: Slots) -> None:
+    """Have the exchanges of `group` by copies go through `slots`."""
     _SLOTS[group] = slots
 
 

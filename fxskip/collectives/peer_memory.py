@@ -57,7 +57,7 @@ class PeerMemory(Protocol):
         """In a job: what follows waits until all ranks have come here; what they did before is seen by all."""
 
 
-class _Copies:
+class Copies:
     """Work of the queue up to an event; whoever waits has their stream wait, not the host."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
@@ -111,7 +111,7 @@ class SymmetricMemory:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             job()
-            return _Copies(self._stream.record_event(), self.device)
+            return Copies(self._stream.record_event(), self.device)
 
     def meet(self) -> None:
         """Have the stream wait for those of all ranks."""

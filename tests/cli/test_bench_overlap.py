@@ -18,7 +18,7 @@ from fxskip.errors import FxskipError
 from fxskip.tracing.processes import in_processes
 from tests.cli.command import run
 
-SETTING = Setting(3, 1, 8, 2, 1, slow_link=False, measured_costs=False, is_tiny=True)
+SETTING = Setting(3, 1, 8, 2, 1, link="default", measured_costs=False, is_tiny=True)
 
 
 def test_one_process_against_the_original():
@@ -42,7 +42,7 @@ def test_the_table():
         "trace": {"forward": phase, "backward": phase | {"coincidence": 0.85}, "step": phase},
     }
     report = {
-        "what": "two ranks", "layers": 8, "micro_batch": 2, "tokens": 4096, "link": "default",
+        "what": "two ranks", "layers": 8, "micro_batch": 2, "tokens": 4096, "choices": 6, "link": "default",
         "transport": "auto", "costs": "roofline",
         "tiny": False, "failed": "rank 1: it broke",
         "real routing, real data": {"farskip": own, "stock": {k: v for k, v in own.items() if k != "trace"}},
