@@ -57,8 +57,8 @@ class Setting:
     measured_costs: bool
     """Orders are chosen by costs that are measured first, not by the roofline."""
     is_tiny: bool
-    transport: Literal["auto", "copy_engine"] = "auto"
-    """What moves rows between experts."""
+    transport: Literal["auto", "copy_engine", "measured"] = "auto"
+    """What moves rows between experts, as a spec says it."""
 
     @property
     def environment(self) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """`fxskip bench`: what fxskip's parts cost on this machine."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -161,6 +161,13 @@ def overlap(
             "--copy-engine", help="Also with runtime.transport: copy_engine, which a CPU does not have."
         ),
     ] = False,
+    measured_transport: Annotated[
+        bool,
+        typer.Option(
+            "--measured-transport",
+            help="Also with runtime.transport: measured: what moves rows faster is found out first.",
+        ),
+    ] = False,
     alone: Annotated[
         bool,
         typer.Option("--alone", help="Only student against original in one process: one GPU is enough."),
@@ -201,6 +208,13 @@ def overlap(
     from fxskip.bench.overlap_model import Setting
 
     sizes = (32, 2) if tiny else (4096, 12)
+    kinds: list[tuple[bool, Literal["auto", "copy_engine", "measured"]]] = [(False, "auto")]
+    if slow_link:
+        kinds.append((True, "auto"))
+    if copy_engine:
+        kinds.append((False, "copy_engine"))
+    if measured_transport:
+        kinds.append((False, "measured"))
     settings = [
         Setting(
             count,
@@ -211,9 +225,9 @@ def overlap(
             slow,
             measured_costs,
             tiny,
-            "copy_engine" if copies else "auto",
-        )  # fmt: skip
-        for slow, copies in [(False, False), *[(True, False)] * slow_link, *[(False, True)] * copy_engine]
+            transport,
+        )
+        for slow, transport in kinds
         for count in layers or ([3] if tiny else [8, 27])
         for batch in micro_batch or ([1] if tiny else [2])
     ]

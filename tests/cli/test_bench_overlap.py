@@ -43,13 +43,15 @@ def test_the_table():
     }
     report = {
         "what": "two ranks", "layers": 8, "micro_batch": 2, "tokens": 4096, "link": "default",
-        "transport": "auto", "costs": "roofline",
+        "transport": "measured", "costs": "roofline",
+        "rows moved by": {"farskip": {"chosen": "nccl", "why": "nccl 1.250 ms, copy_engine 1.500 ms"}},
         "tiny": False, "failed": "rank 1: it broke",
         "real routing, real data": {"farskip": own, "stock": {k: v for k, v in own.items() if k != "trace"}},
         "routing in turn, real data": {"farskip": own | {"as it is": mode(80.0)}},
     }  # fmt: skip
     text = "\n".join(table(report))
     assert "  failed: rank 1: it broke" in text
+    assert "  farskip: rows moved by nccl (nccl 1.250 ms, copy_engine 1.500 ms)" in text
     row = next(line for line in text.splitlines() if "farskip, real routing" in line)
     assert row.split()[-11:] == [
         "85.00", "81.00", "75.00", "0.40", "x1.080", "0.90", "0.85", "1.40", "5.50", "1650", "695",
@@ -143,9 +145,14 @@ def test_a_rank_that_fails_is_named(monkeypatch):
 @pytest.mark.slow
 def test_tiny(tmp_path):
     out = tmp_path / "report.json"
-    assert run("bench", "overlap", "--tiny", "--slow-link", "--rounds", "1", "--out", out) == 0
+    options = ("--tiny", "--slow-link", "--measured-transport", "--rounds", "1")
+    assert run("bench", "overlap", *options, "--out", out) == 0
     report = json.loads(out.read_text())
     assert report["environment"]["sources_sha256"]
-    assert [(one["what"], one["link"]) for one in report["settings"]] == [
-        ("two ranks", "default"), ("two ranks", "NCCL_P2P_DISABLE=1"), ("one process", "default"),
+    assert [(one["what"], one["link"], one["transport"]) for one in report["settings"]] == [
+        ("two ranks", "default", "auto"), ("two ranks", "NCCL_P2P_DISABLE=1", "auto"),
+        ("two ranks", "default", "measured"), ("one process", "default", "auto"),
     ]  # fmt: skip
+    for one in report["settings"][:-1]:
+        for choice in one["rows moved by"].values():
+            assert choice["asked"] == one["transport"] and choice["chosen"] and choice["why"]
