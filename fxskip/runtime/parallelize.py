@@ -66,6 +66,14 @@ def spread(
     require_same_everywhere(model, spec, mesh)
     axis, common = expert_axis(spec), _common(spec, mesh)
     found = {path: expert_paths(layer) if axis else [] for path, layer in layers.items()}
+    if axis and not any(found.values()):
+        raise PassError(
+            "parallelize",
+            f"no layer of {type(model).__name__} has its routed experts as stacks, so parallel.expert spreads nothing",
+            where=f"layers {', '.join(layers)}",
+            hint="experts can be spread where one module holds parameters [experts, ...] of all of them, not a "
+            "module for each; leave parallel.expert out for this architecture",
+        )
     for path, layer in layers.items():
         for inner in found[path]:
             _require_stacks(layer.get_submodule(inner), common.ranks, f"module {path}.{inner}")
