@@ -219,14 +219,16 @@ def _raise_everywhere(group: Any, error: Exception | None) -> None:
         raise impossible("the ranks cannot read each other's memory", where="\n".join(failed)) from error
 
 
-def connect_devices(mesh: DeviceMesh) -> None:
+def connect_devices(mesh: DeviceMesh, *, warns: bool) -> None:
     """Have the ranks of `mesh`, which has one axis, exchange rows by copies; once for each group.
+
+    warns   as `slots_between_devices` has it
 
     Raises NoCopies, on all of them alike.
     """
     group = mesh.get_group()
     if group not in _SLOTS:
-        _SLOTS[group] = slots_between_devices(mesh, warns=True)
+        _SLOTS[group] = slots_between_devices(mesh, warns=warns)
 
 
 def slots_between_devices(mesh: DeviceMesh, *, warns: bool) -> Slots:

@@ -81,7 +81,7 @@ def spread(
         spec, mesh, common, [layers[p].get_submodule(i) for p in layers for i in found[p]], costs
     )
     if choice.chosen == "copy_engine":
-        connect_devices(mesh[common.expert_axis])
+        connect_devices(mesh[common.expert_axis], warns=choice.asked == "copy_engine")
     common = replace(common, transport=choice.chosen)
     following = [*list(layers.values())[1:], None]
     ranks = Ranks(mesh)
