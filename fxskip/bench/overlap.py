@@ -24,7 +24,7 @@ from fxskip.bench.goals import print_verdicts, verdicts
 from fxskip.bench.measure import FAILED, UNAVAILABLE, require_no_failures
 from fxskip.bench.overlap_goals import REAL, TURN, ZERO, goals_of
 from fxskip.bench.overlap_model import RANKS, WIRINGS, Setting
-from fxskip.bench.overlap_ranks import Part, measure_alone, measure_mirrored, measure_pair
+from fxskip.bench.overlap_ranks import MOVED_BY, Part, measure_alone, measure_mirrored, measure_pair
 from fxskip.errors import FxskipError
 from fxskip.tracing.processes import Body, in_processes
 
@@ -119,6 +119,8 @@ def table(found: Mapping[str, Any]) -> Iterator[str]:
             yield f"  original {found['original']['step_ms']:.2f} ms, student {found['student']['step_ms']:.2f} ms"
             yield f"  student over original {found['student over original']:.3f}"
         return
+    for wiring, choice in found.get(MOVED_BY, {}).items():
+        yield f"  {wiring}: {MOVED_BY} {choice['chosen']} ({choice['why']})"
     rows: list[Sequence[str]] = [_HEAD]
     for condition in CONDITIONS:
         for wiring in WIRINGS:

@@ -65,8 +65,8 @@ class Setting:
     measured_costs: bool
     """Orders are chosen by costs that are measured first, not by the roofline."""
     is_tiny: bool
-    transport: Literal["auto", "copy_engine"] = "auto"
-    """What moves rows between experts."""
+    transport: Literal["auto", "copy_engine", "measured"] = "auto"
+    """What moves rows between experts, as a spec says it."""
     choices: int | None = None
     """Experts of a token, None for the model's: rows that travel, and what is computed of them, are in proportion."""
 

@@ -37,6 +37,8 @@ from fxskip.tracing.runs import MODES, Mode, ModeRuns, Stepper, Times, median_ov
 
 Part = tuple[tuple[str, ...], Any]
 """A place in the report of a setting, and what belongs there."""
+MOVED_BY = "rows moved by"
+"""Where a setting's report has what moves each wiring's rows, and why."""
 Routing = Literal["real routing", "routing in turn"]
 Data = Literal["real data", "zero data"]
 ROUTINGS: dict[Routing, Callable[[], AbstractContextManager[None]]] = {
@@ -72,6 +74,8 @@ def measure_pair(setting: Setting, rank: int, send_zeros: Callable[[], None] = _
     with tempfile.TemporaryDirectory() as folder:
         models = {wiring: _student(setting, wiring, rank, Path(folder)) for wiring in WIRINGS}
         steppers = {w: stepper(setting, model, rank=rank, together=True) for w, model in models.items()}
+        for wiring, model in models.items():
+            yield (MOVED_BY, wiring), fxskip.transport_of(model).as_data()
         yield from _measured(setting, steppers, rank, send_zeros)  # captures read the costs in the folder
     yield ("peak_gib",), _peak()
 

@@ -1,7 +1,7 @@
 """`fxskip bench`: what fxskip's parts cost on this machine."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -177,6 +177,13 @@ def overlap(
             help="Only one process and its mirror image, whose rows come from the host's memory: one GPU is enough.",
         ),
     ] = False,
+    measured_transport: Annotated[
+        bool,
+        typer.Option(
+            "--measured-transport",
+            help="Also with runtime.transport: measured: what moves rows faster is found out first.",
+        ),
+    ] = False,
     alone: Annotated[
         bool,
         typer.Option("--alone", help="Only student against original in one process: one GPU is enough."),
@@ -214,19 +221,25 @@ def overlap(
             f"CUDA devices needed: {needed}; seen by this PyTorch: {torch.cuda.device_count()}",
             hint="run it on a machine with two GPUs, or give --mirror or --alone for one, or --tiny for none",
         )
-    if mirror and (alone or slow_link or copy_engine):
+    if mirror and (alone or slow_link or copy_engine or measured_transport):
         raise FxskipError(
             "bench overlap",
             "--mirror is given with another choice of what is measured",
-            hint="it is measured by itself: leave out --alone, --slow-link and --copy-engine",
+            hint="it is measured by itself: leave out --alone, --slow-link, --copy-engine and --measured-transport",
         )
     from fxskip.bench.overlap import run
-    from fxskip.bench.overlap_model import DEFAULT, MIRROR, SLOW, Setting
+    from fxskip.bench.overlap_model import DEFAULT, MIRROR, SLOW, Link, Setting
 
-    links = [(DEFAULT, False), *[(SLOW, False)] * slow_link, *[(DEFAULT, True)] * copy_engine]
-    if mirror:  # copies, which a CPU does not have
-        links = [(MIRROR, torch.cuda.device_count() > 0)]
     sizes = (32, 2) if tiny else (4096, 12)
+    kinds: list[tuple[Link, Literal["auto", "copy_engine", "measured"]]] = [(DEFAULT, "auto")]
+    if mirror:  # copies, which a CPU does not have
+        kinds = [(MIRROR, "copy_engine" if torch.cuda.device_count() else "auto")]
+    if slow_link:
+        kinds.append((SLOW, "auto"))
+    if copy_engine:
+        kinds.append((DEFAULT, "copy_engine"))
+    if measured_transport:
+        kinds.append((DEFAULT, "measured"))
     settings = [
         Setting(
             count,
@@ -237,10 +250,10 @@ def overlap(
             link,
             measured_costs,
             tiny,
-            "copy_engine" if copies else "auto",
+            transport,
             choices,
-        )  # fmt: skip
-        for link, copies in links
+        )
+        for link, transport in kinds
         for count in layers or ([3] if tiny else [8, 27])
         for batch in micro_batch or ([1] if tiny else [2])
     ]
