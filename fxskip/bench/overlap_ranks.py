@@ -16,7 +16,6 @@ import torch.distributed as dist
 import fxskip
 from fxskip.bench.measure import environment
 from fxskip.bench.overlap_model import (
-    CANNOT_BE_TRACED,
     WIRINGS,
     Setting,
     Wiring,
@@ -81,8 +80,6 @@ def _measured(setting: Setting, steppers: dict[Wiring, Stepper], rank: int) -> I
             yield place, _row(per_rank) | {"clocks": log.summary(windows[variant])}
         for routing in routings:
             for wiring, one in steppers.items():
-                if wiring in CANNOT_BE_TRACED:
-                    continue
                 found = _traced(setting, one, Variant(wiring, routing, data, "as it is"), gathered)
                 yield (f"{routing}, {data}", wiring, "trace"), found
 
@@ -115,7 +112,7 @@ def measure_alone(setting: Setting, rank: int) -> Iterator[Part]:
 def _student(setting: Setting, wiring: Wiring, rank: int, folder: Path) -> Any:
     """By measured costs, it is made twice: first to measure."""
     model = student(setting, wiring)
-    if not setting.measured_costs or wiring in CANNOT_BE_TRACED:
+    if not setting.measured_costs:
         return model
     one = stepper(setting, model, rank=rank, together=True)
     costs = fxskip.trace(model, one.batch, steps=2).costs()

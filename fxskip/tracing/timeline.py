@@ -32,6 +32,8 @@ class About:
     """"all_to_all", "all_reduce", or "" in one process."""
     transport: str
     """What moves the rows; "" in one process."""
+    backward: str
+    """"explicit" where layers have an order of their own for it, else "mirrored"."""
     gradients: bool
     why_no_gradients: str
     """"" where there are."""
