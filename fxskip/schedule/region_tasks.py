@@ -181,7 +181,8 @@ class _Builder:
 
     def _gradients(self, forward: dict[str, Task], copies: int) -> TaskGraph:
         """The tasks that gradients come back through: collectives are those that have something to send back."""
-        role = self.role | self.back
+        waits = [u for u in self.units if self._is(u, is_wait)]
+        role = {unit: name for unit, name in (self.role | self.back).items() if unit not in waits}
         tasks: dict[str, Task] = {}
         for name, own in _by_role(role).items():
             start = next((n for u in own for n in u.nodes if is_start(n)), None)
@@ -190,7 +191,6 @@ class _Builder:
             elif forward[name].lane == COMPUTE:  # the host reads counts, which have no gradients
                 tasks[name] = forward[name]
         role = {unit: name for unit, name in role.items() if name in tasks}
-        waits = [u for u in self.units if self._is(u, is_wait)]
         return self._graph(tasks, role, data_needs(self.units), waits, copies)
 
     def _sent_back(self, role: str, node: fx.Node) -> Task:
