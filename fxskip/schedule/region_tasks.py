@@ -13,10 +13,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from fxskip.collectives.border import arrived_value, leave_pending, stand_in
 from fxskip.collectives.expert_parallel import run_own_experts, start_counts, wait_counts
 from fxskip.collectives.in_flight import start_of_next
-from fxskip.ir import info, stream_inputs, stream_outputs
 from fxskip.parallel import EXPERT
 from fxskip.passes.dependencies import Unit
 from fxskip.passes.split_collectives import (
@@ -24,11 +22,11 @@ from fxskip.passes.split_collectives import (
     is_start,
     is_wait,
     sends_forward,
-    take_off,
     take_off_sum,
 )
 from fxskip.schedule.node_costs import NodeCosts, is_attention, is_heavy
 from fxskip.schedule.region_graph import RegionGraph, Units, data_needs
+from fxskip.schedule.region_roles import RegionRoles, has, sends_only_back, waits_forward
 from fxskip.schedule.tasks import COMPUTE, EXPERT_DATA, HOST, Task, TaskGraph
 
 _COPIES = 4
@@ -46,8 +44,6 @@ TASK = "fxskip_task"
 """Key in a node's metadata: role and lane of the task that the node belongs to."""
 WAITS_FOR = "fxskip_waits_for"
 """Key in the metadata of a wait: role of the collective."""
-
-_ROUTES: dict[object, str] = {start_counts: "counts", wait_counts: "routing"}
 
 
 def wait_step(role: str) -> str:
@@ -143,46 +139,43 @@ class _Builder:
     def __init__(self, units: Sequence[Unit], costs: NodeCosts) -> None:
         self.units = units
         self.costs = costs
-        self.unit_of = {node: unit for unit in units for node in unit.nodes}
-        graph = units[0].nodes[0].graph
-        self.inputs, self.outputs = stream_inputs(graph), stream_outputs(graph)
-        self.leaving = next((n for n in graph.nodes if n.target is leave_pending), None)
-        self.position = {unit: i for i, unit in enumerate(units)}
-        self.block: dict[Unit, str] = {}
-        self.role: dict[Unit, str] = {}
-        self.back: dict[Unit, str] = {}
-        """Of units of sums of gradients, the role of the sum."""
-        self.collective: dict[fx.Node, str] = {}
-        self._name_roles()
+        self.named = RegionRoles(units)
 
     def build(self, copies: int) -> RegionTasks:
-        roles = _by_role(self.role)
-        waiting = [u for u in self.units if self._is(u, _waits)]
+        roles = _by_role(self.named.role)
+        waiting = [u for u in self.units if has(u, waits_forward)]
         waits = {r: tuple(w for w in waiting if any(w in g.before for g in own)) for r, own in roles.items()}
         forward = {role: self._task(role, own) for role, own in roles.items()}
         return RegionTasks(
-            self._graph(forward, self.role, {u: u.before for u in self.units}, waiting, copies),
+            self._graph(forward, self.named.role, {u: u.before for u in self.units}, waiting, copies),
             self._gradients(forward, copies),
             {role: tuple(own) for role, own in roles.items()},
             waits,
-            tuple(u for u in self.units if self._enters(u)),
+            tuple(u for u in self.units if self.named.enters(u)),
             copies,
             frozenset(r for r, own in roles.items() if self._any(own, lambda n: n.target is start_of_next)),
-            self.collective,
-            tuple(n for u in self.units for n in u.nodes if _sends_only_back(n)),
+            self.named.collective,
+            tuple(n for u in self.units for n in u.nodes if sends_only_back(n)),
         )
 
     def _graph(
-        self, tasks: dict[str, Task], role: dict[Unit, str], before: Units, waits: list[Unit], copies: int
+        self,
+        tasks: dict[str, Task],
+        role: dict[Unit, str],
+        before: Units,
+        waits: list[Unit],
+        copies: int,
+        *,
+        backward: bool = False,
     ) -> TaskGraph:
-        entering = [u for u in self.units if self._enters(u)]
-        graph = RegionGraph(tasks, role, before, waits, entering, self._left_for)
-        return graph.joined(copies, self._arrival(waits, before, backward=role is not self.role))
+        entering = [u for u in self.units if self.named.enters(u)]
+        graph = RegionGraph(tasks, role, before, waits, entering, self.named.left_for)
+        return graph.joined(copies, self._arrival(waits, before, backward))
 
     def _gradients(self, forward: dict[str, Task], copies: int) -> TaskGraph:
         """The tasks that gradients come back through: collectives are those that have something to send back."""
-        waits = [u for u in self.units if self._is(u, is_wait)]
-        role = {unit: name for unit, name in (self.role | self.back).items() if unit not in waits}
+        waits = [u for u in self.units if has(u, is_wait)]
+        role = {unit: name for unit, name in (self.named.role | self.named.back).items() if unit not in waits}
         tasks: dict[str, Task] = {}
         for name, own in _by_role(role).items():
             start = next((n for u in own for n in u.nodes if is_start(n)), None)
@@ -191,7 +184,7 @@ class _Builder:
             elif forward[name].lane == COMPUTE:  # the host reads counts, which have no gradients
                 tasks[name] = forward[name]
         role = {unit: name for unit, name in role.items() if name in tasks}
-        return self._graph(tasks, role, data_needs(self.units), waits, copies)
+        return self._graph(tasks, role, data_needs(self.units), waits, copies, backward=True)
 
     def _sent_back(self, role: str, node: fx.Node) -> Task:
         """Of the collective that `node` starts or waits for, as its gradient has to do with it."""
@@ -209,9 +202,9 @@ class _Builder:
         us = max(self.costs.exchange_us(node), _ALMOST_NOTHING_US)
         return Task(role, lane, us, role=role, phase="forward", bytes_in_flight=self.costs.bytes(node))
 
-    def _arrival(self, waits: list[Unit], before: Units, *, backward: bool) -> Task:
+    def _arrival(self, waits: list[Unit], before: Units, backward: bool) -> Task:
         """Of what a region that is looked at alone finds under way: it has to wait as if it had just started."""
-        arriving = [u for u in waits if any(self._enters(b) for b in before[u])]
+        arriving = [u for u in waits if any(self.named.enters(b) for b in before[u])]
         if not arriving:
             return Task(ARRIVAL, EXPERT, _ALMOST_NOTHING_US, role=ARRIVAL, phase="forward")
         node = next(n for n in arriving[0].nodes if is_wait(n))
@@ -222,95 +215,7 @@ class _Builder:
         )
 
     def _any(self, group: Sequence[Unit], question: Callable[[fx.Node], bool]) -> bool:
-        return any(self._is(unit, question) for unit in group)
-
-    # --- which unit belongs to which task ---
-
-    def _name_roles(self) -> None:
-        """A role for each unit but those that enter, wait, or leave."""
-        ahead, behind = self._collectives_before(), self._collectives_after()
-        level: dict[Unit, int] = {}
-        names: dict[tuple[object, ...], str] = {}
-        for unit in self.units:
-            heavy = any(map(is_heavy, unit.nodes))
-            level[unit] = max((level[b] for b in unit.before), default=0) + heavy
-            if self._enters(unit) or self._leaves(unit) or self._is(unit, _waits):
-                continue
-            if (collective := self._collective(unit)) is not None:
-                self.role[unit] = collective
-                continue
-            if any(_sends_only_back(n) and not is_wait(n) for n in unit.nodes):
-                self.back[unit] = self._numbered_sum(unit)
-            block = self.block[unit] = self._block(unit)
-            key = (block, ahead[unit], behind[unit], level[unit])
-            if key not in names:
-                names[key] = f"{block}.{sum(n.startswith(f'{block}.') for n in names.values())}"
-            self.role[unit] = names[key]
-
-    def _collective(self, unit: Unit) -> str | None:
-        """The role of a unit that prepares, starts or, on the host, ends an exchange; a second one is dispatch.2."""
-        for node in unit.nodes:
-            if node.target in _ROUTES:
-                return self._numbered(node, _ROUTES[node.target])
-            if is_start(node) or node.target in (take_off, take_off_sum):
-                flight = node.args[1] if is_start(node) else node
-                assert isinstance(flight, fx.Node)
-                if not sends_forward(node):
-                    return None
-                return self._numbered(flight, flight_kind(node)[0])
-        return None
-
-    def _numbered(self, node: fx.Node, name: str) -> str:
-        if node not in self.collective:
-            number = 1 + sum(one.partition(".")[0] == name for one in self.collective.values())
-            self.collective[node] = name if number == 1 else f"{name}.{number}"
-        return self.collective[node]
-
-    def _numbered_sum(self, unit: Unit) -> str:
-        node = next(n for n in unit.nodes if is_start(n) or n.target is take_off_sum)
-        flight = node.args[1] if is_start(node) else node
-        assert isinstance(flight, fx.Node)
-        return self._numbered(flight, flight_kind(node)[0])
-
-    def _block(self, unit: Unit) -> str:
-        """The sub-block that a unit belongs to; what no pass annotated belongs to its producer's."""
-        about = next((a for n in unit.nodes if (a := info(n)) is not None), None)
-        if about is None:
-            return next(
-                (self.block[p] for p in reversed(self.units_before(unit)) if p in self.block), "stream"
-            )
-        return "stream" if about.role in ("residual", "variant") else f"{about.kind}{about.write}"
-
-    def units_before(self, unit: Unit) -> list[Unit]:
-        """What a unit needs, in program order."""
-        return sorted(unit.before, key=self.position.__getitem__)
-
-    def _enters(self, unit: Unit) -> bool:
-        return any(n.target is arrived_value or n in self.inputs.values() for n in unit.nodes)
-
-    def _leaves(self, unit: Unit) -> bool:
-        out = self.outputs.values()
-        return any(n.target in (leave_pending, stand_in) or n in out for n in unit.nodes)
-
-    def _is(self, unit: Unit, question: object) -> bool:
-        return any(map(question, unit.nodes))  # type: ignore[call-overload]
-
-    def _collectives_before(self) -> dict[Unit, frozenset[Unit]]:
-        found: dict[Unit, frozenset[Unit]] = {}
-        for unit in self.units:
-            # Those that only gradients go through, too: else a task could stand on both sides of one.
-            own = frozenset({unit}) if self._is(unit, is_wait) else frozenset()
-            found[unit] = own.union(*(found[b] for b in unit.before))
-        return found
-
-    def _collectives_after(self) -> dict[Unit, frozenset[Unit]]:
-        found: dict[Unit, set[Unit]] = {unit: set() for unit in self.units}
-        for unit in reversed(self.units):
-            if self._collective(unit) is not None:
-                found[unit].add(unit)
-            for before in unit.before:
-                found[before] |= found[unit]
-        return {unit: frozenset(after) for unit, after in found.items()}
+        return any(has(unit, question) for unit in group)
 
     # --- what a task costs and needs ---
 
@@ -338,15 +243,6 @@ class _Builder:
             has_weights=any(not is_attention(n) for n in heavy),
         )
 
-    def _left_for(self, node: fx.Node) -> Unit | None:
-        """The unit that leaves, in a region of this kind, what enters the next one by `node`."""
-        if node.target is arrived_value:
-            left = self.leaving.args[1 + int(str(node.args[0]))] if self.leaving is not None else None
-        else:
-            number = next(i for i, marker in self.inputs.items() if marker is node)
-            left = self.outputs[number].args[0] if number in self.outputs else None
-        return self.unit_of.get(left) if isinstance(left, fx.Node) else None
-
 
 def _by_role(role: dict[Unit, str]) -> dict[str, list[Unit]]:
     found: dict[str, list[Unit]] = {}
@@ -361,14 +257,3 @@ def _runs_experts(node: fx.Node) -> bool:
 
 def _starts(node: fx.Node) -> bool:
     return is_start(node) and sends_forward(node)
-
-
-def _waits(node: fx.Node) -> bool:
-    return is_wait(node) and sends_forward(node)
-
-
-def _sends_only_back(node: fx.Node) -> bool:
-    """Whether the node is of a collective that only gradients go through."""
-    if is_start(node) or is_wait(node):
-        return not sends_forward(node)
-    return node.target is take_off_sum and not sends_forward(node)
