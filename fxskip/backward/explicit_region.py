@@ -24,7 +24,8 @@ from torch import fx, nn
 from fxskip.backward.module_calls import ModuleParameters, expose_parameters
 from fxskip.backward.program import Part, Program
 from fxskip.backward.program_of import attribute_values, program_of
-from fxskip.backward.scheduled_region import ScheduledRegion, Site
+from fxskip.backward.scheduled_region import ScheduledRegion
+from fxskip.backward.site import Site
 from fxskip.collectives.border import arrived_value, leave_pending, stand_in
 from fxskip.collectives.landing import drain, one_backward_pass
 from fxskip.collectives.measuring import Place, watcher

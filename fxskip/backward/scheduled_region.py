@@ -21,26 +21,13 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxskip.backward.inner_graph import SavedTensors, hooks_of_the_caller
-from fxskip.backward.program import Part, Program, backward_order, forward_order
+from fxskip.backward.program import Program, backward_order, forward_order
 from fxskip.backward.region_call import Examined, RegionCall, differentiates_by_another, require_results
 from fxskip.backward.region_plan import Plan
 from fxskip.backward.shared_casts import shares_casts
+from fxskip.backward.site import Site
 from fxskip.backward.step_values import StepValues, random_state
 from fxskip.errors import PassError, ScheduleError
-
-
-class Site:
-    """Where in a model a call of a region runs."""
-
-    def __str__(self) -> str:
-        """In errors."""
-        return "a scheduled region"
-
-    def forward(self, step: str) -> None:
-        """That step begins to run."""
-
-    def backward(self, step: str, part: Part) -> None:
-        """That part of its backward begins, and has gradients to compute."""
 
 
 class ScheduledRegion:

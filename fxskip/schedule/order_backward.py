@@ -1,7 +1,8 @@
 """The order in which a region's backward pass runs, from a schedule of its own.
 
 Tasks are those of the forward pass, against the direction of the data. A collective is one task, but two steps of the
-region's program: the backward of its *wait* issues the reverse collective, that of its *start* waits for it.
+region's program: the backward of its *wait* issues the reverse collective, that of its *start* waits for it. A sum of
+values, `reduce`, has nothing to send back; a sum of gradients, `enter`, is sent in the backward alone.
 
     forward    permute, dispatch | attention | dispatch.wait, experts, combine | shared experts | combine.wait ...
     backward   ... combine.wait | shared experts | combine, experts.dgrad, dispatch.wait | experts.wgrad | dispatch ...

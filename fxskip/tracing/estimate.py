@@ -71,11 +71,7 @@ def whole_model(layers: Sequence[RegionSchedule], *, backward: bool = False) -> 
             if any(p not in own and graph[p].is_collective for p in producers):
                 needs[new] |= pending
             tasks.append(replace(graph[name], name=new, layer=layer))
-        pending = {
-            new
-            for name, new in own.items()
-            if graph[name].is_collective and not any(c in own for c in graph.consumers(name))
-        }
+        pending = {f"{layer}.{role}" for role in region.tasks.leaving}
     return TaskGraph(tasks, needs)
 
 
@@ -152,15 +148,8 @@ def _estimate(graph: TaskGraph, order: Sequence[str], machine: Machine | None) -
 
 def collective_behind(layers: Sequence[RegionSchedule]) -> dict[int, str]:
     """For each layer whose tasks wait for something that arrives: the task of the layer before that started it."""
-    found: dict[int, str] = {}
-    for layer, region in enumerate(layers):
-        if layer and f"0.{ARRIVAL}" in region.graph:
-            before = layers[layer - 1]
-            own = {t.name for t in before.graph if t.layer == before.tasks.copy}
-            found[layer] = next(
-                before.graph[name].role
-                for name in sorted(own)
-                if before.graph[name].is_collective
-                and not any(c in own for c in before.graph.consumers(name))
-            )
-    return found
+    return {
+        layer: next(iter(layers[layer - 1].tasks.leaving))
+        for layer, region in enumerate(layers)
+        if layer and f"0.{ARRIVAL}" in region.graph
+    }

@@ -187,6 +187,22 @@ def explicit_sums(rank: int, folder: Path) -> None:
         assert one.cost_us == pytest.approx(costs[one.name.partition(".")[2].removesuffix(".bwd")])
 
 
+def cut_both_ways(rank: int, folder: Path) -> None:
+    """With several sums in a layer, and one of them in flight across the border."""
+    parallel = {"expert": {"size": 2, "exchange": "all_reduce"}, "tensor": {"size": 2}}
+    inputs: dict[str, Any] = own_batch(0) | {"use_cache": False}
+    for backward in ("mirrored", "explicit"):
+        student = spread(model("qwen2_moe", layers=2), parallel=parallel, schedule={"backward": backward})
+        assert deferring(student)
+        timeline = fxskip.trace(student, inputs, steps=1)
+        for phase, estimate in timeline.estimated.items():
+            want = {one.name for one in estimate.schedule.collectives}
+            for runs in timeline.ranks:
+                sent = [f.name for f in runs["as it is"].records[0].flights if f.phase == phase]
+                assert set(sent) == want and len(sent) == len(want)
+        assert {"1.enter.bwd", "1.enter.4.bwd"} <= want
+
+
 def gradients_in_backward(rank: int, folder: Path) -> None:
     """Their all-reduces are shown, and costed by what was measured."""
     sums = {
@@ -300,4 +316,8 @@ def test_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_more_on_two_ranks(tmp_path: Path) -> None:
-    run_on_ranks((other_students, explicit_sums, gradients_in_backward, a_tiny_bench), tmp_path, limit_s=560)
+    run_on_ranks(
+        (other_students, explicit_sums, cut_both_ways, gradients_in_backward, a_tiny_bench),
+        tmp_path,
+        limit_s=560,
+    )
