@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxskip.errors import PassError
 from fxskip.leaves import running_layer
 from fxskip.schedule.gradient_sums import GradientSum
-from fxskip.schedule.hardware import Transport
 from fxskip.spec import Schedule
+from fxskip.transport import Moves
 
 Mode = Literal["scheduled", "reference", "eager_wait"]
 Exchange = Literal["all_to_all", "all_reduce"]
@@ -48,7 +48,7 @@ class RegionParallel:
     schedule: Schedule
     hardware: str
     """Name or path of the hardware file that costs are taken from."""
-    transport: Transport | Literal["gloo"]
+    transport: Moves
     """What moves the rows; the cost of contention follows from it."""
     exchange: Exchange = "all_to_all"
     expert_axis: str = EXPERT

@@ -28,9 +28,9 @@ def require_same_everywhere(model: nn.Module, spec: Spec, mesh: DeviceMesh) -> N
     """
     lines = list(_description(model, spec, mesh))
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    if len(set(_gather(digest, mesh).values())) == 1:
+    if len(set(gather(digest, mesh).values())) == 1:
         return
-    everyone = _gather(lines, mesh)
+    everyone = gather(lines, mesh)
     longest = max(map(len, everyone.values()))
     for at in range(longest):
         found = {rank: lines[at] if at < len(lines) else "nothing" for rank, lines in everyone.items()}
@@ -108,7 +108,7 @@ def _fingerprint(parameter: torch.Tensor) -> str:
     return format(int(total) % 2**64, "x")
 
 
-def _gather(mine: T, mesh: DeviceMesh) -> dict[int, T]:
+def gather(mine: T, mesh: DeviceMesh) -> dict[int, T]:
     """That of each process of the mesh, by its rank, in order: one exchange an axis."""
     found = {dist.get_rank(): mine}
     for axis in range(mesh.ndim):
