@@ -30,7 +30,7 @@ from fxskip.collectives.border import arrived_value, leave_pending, stand_in
 from fxskip.collectives.landing import drain, one_backward_pass
 from fxskip.collectives.measuring import Place, watcher
 from fxskip.errors import PassError
-from fxskip.ir import copy_graph, is_tensor
+from fxskip.ir import copy_graph, is_tensor, storage, writers
 from fxskip.leaves import running_layer
 from fxskip.parallel import RegionParallel
 from fxskip.passes.split_collectives import is_start, is_wait, sends_back
@@ -233,6 +233,7 @@ def _steps(graph: fx.Graph) -> dict[fx.Node, str]:
                     hint="this is a defect in fxskip: please report it; backward: mirrored does without",
                 )
             steps[node] = steps[near]
+    _write_in_one_step(graph, steps)
     for node in reversed(
         list(steps)
     ):  # views and casts of a weight go where the product is, so that it can be split off
@@ -241,6 +242,16 @@ def _steps(graph: fx.Graph) -> dict[fx.Node, str]:
             if node.all_input_nodes and len(readers) == 1 and "" not in readers:
                 steps[node] = readers.pop()
     return steps
+
+
+def _write_in_one_step(graph: fx.Graph, steps: dict[fx.Node, str]) -> None:
+    """Memory that is written in place, from its making to its last write, goes into the step of that write: two steps
+    must not see it change. A sum over ranks can stand between two writes, such as those of a key's two parts."""
+    for memory, writes in writers(graph).items():
+        last = writes[-1]
+        for node in itertools.takewhile(partial(operator.is_not, last), graph.nodes):
+            if node in steps and (node in writes or storage(node) == memory):
+                steps[node] = steps[last]
 
 
 def _keep_order_of_exchanges(waits: list[str], readers: dict[str, set[str]]) -> None:
