@@ -284,8 +284,6 @@ def _refuse_missing_stages(spec: Spec, mesh: Any) -> None:
             idle.append("schedule")
         if mesh is not None:
             idle.append("mesh=")
-    elif schedule is not None and schedule.backward == "explicit" and _adds_up_over_ranks(spec):
-        missing.append("schedule.backward: explicit together with parallel.tensor or exchange: all_reduce")
     elif runtime is not None and runtime.lower != "none":
         missing.append(f"runtime.lower: {runtime.lower} together with parallel")
     if missing:
@@ -300,14 +298,6 @@ def _refuse_missing_stages(spec: Spec, mesh: Any) -> None:
             f"in one process there is nothing to do for {'; '.join(idle)}",
             hint="add parallel: {expert: {size: 2}}, or leave these out",
         )
-
-
-def _adds_up_over_ranks(spec: Spec) -> bool:
-    parallel = spec.parallel
-    expert, tensor = (parallel.expert, parallel.tensor) if parallel else (None, None)
-    return bool(
-        (tensor and tensor.size > 1) or (expert and expert.size > 1 and expert.exchange == "all_reduce")
-    )
 
 
 def _refuse_to_measure() -> None:

@@ -13,28 +13,30 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from fxskip.backward.module_calls import ModuleParameters, expose_parameters
-from fxskip.backward.program import Program
+from fxskip.backward.program import Part, Program
 from fxskip.backward.program_of import attribute_values, program_of
 from fxskip.backward.scheduled_region import ScheduledRegion
+from fxskip.backward.site import Site
 from fxskip.collectives.border import arrived_value, leave_pending, stand_in
 from fxskip.collectives.landing import drain, one_backward_pass
-from fxskip.collectives.measuring import watcher
+from fxskip.collectives.measuring import Place, watcher
 from fxskip.errors import PassError
-from fxskip.ir import copy_graph, is_tensor
+from fxskip.ir import copy_graph, is_tensor, storage, writers
 from fxskip.leaves import running_layer
 from fxskip.parallel import RegionParallel
-from fxskip.passes.split_collectives import is_start, is_wait
+from fxskip.passes.split_collectives import is_start, is_wait, sends_back
 from fxskip.schedule.order_backward import complete_events, order_backward
 from fxskip.schedule.order_region import RegionSchedule
-from fxskip.schedule.region_tasks import TASK, WAITS_FOR, is_wait_step, wait_step
+from fxskip.schedule.region_tasks import TASK, WAITS_FOR, wait_step
 
 _OUTSIDE = (stand_in, leave_pending)
 """What the layer leaves at its border: it has no gradient of its own."""
@@ -46,6 +48,7 @@ class ExplicitRegion:
     def __init__(
         self,
         plain: Callable[..., Any],
+        schedule: RegionSchedule,
         region: ScheduledRegion,
         arriving: tuple[int, ...],
         modules: tuple[ModuleParameters, ...],
@@ -54,12 +57,14 @@ class ExplicitRegion:
     ) -> None:
         """
         plain     the graph as it is
+        schedule  what its tasks are ordered by
         region    takes its arguments, what arrives, the parameters of modules, and the constants
         arriving  numbers of the values that arrive
         finish    makes the graph's results of those of the region
         """
         self.region = region
         self._plain = plain
+        self._schedule = schedule
         self._arriving = arriving
         self._modules = modules
         self._constants = constants
@@ -69,15 +74,47 @@ class ExplicitRegion:
         """Run the layer."""
         if not torch.is_grad_enabled():
             return self._plain(*arguments)
-        if watcher() is not None:
-            raise PassError(
-                "trace",
-                "a layer whose backward is explicit cannot be watched task by task",
-                hint="trace the model with schedule: {backward: mirrored}",
-            )
         arrived = [arrived_value(index) for index in self._arriving]
         parameters = [p for module in self._modules for p in module.of_running_layer()]
-        return self._finish(*self.region(*arguments, *arrived, *parameters, *self._constants))
+        somebody = watcher()
+        if somebody is not None:
+            somebody.enter_region(_layer(), self._schedule, arguments)
+        try:
+            made = self.region(*arguments, *arrived, *parameters, *self._constants)
+        finally:
+            if somebody is not None:
+                somebody.enter(None)
+        return self._finish(*made)
+
+
+class _LayerSite(Site):
+    """The layer that runs. Who watches is told of its tasks."""
+
+    def __init__(self, lanes: Mapping[str, str]) -> None:
+        """`lanes` are those of the tasks, by the names of their steps."""
+        self._lanes = lanes
+        self._layer = _layer()
+
+    def __str__(self) -> str:
+        return f"decoder layer {self._layer}"
+
+    def forward(self, step: str) -> None:
+        """Tell of the task; a step that waits belongs to none."""
+        if (somebody := watcher()) is not None:
+            somebody.enter(self._place(step))
+
+    def backward(self, step: str, part: Part) -> None:
+        """Tell of the task's backward."""
+        if (somebody := watcher()) is not None:
+            somebody.enter(self._place(step), "bwd" if part == "both" else part)
+
+    def _place(self, step: str) -> Place | None:
+        lane = self._lanes.get(step)
+        return None if lane is None else Place(self._layer, step, lane)
+
+
+def _layer() -> int:
+    return int(running_layer().fxskip_layer)  # type: ignore[arg-type]
 
 
 def is_explicit(parallel: RegionParallel) -> bool:
@@ -91,11 +128,16 @@ def has_flights(graph: fx.Graph) -> bool:
 
 
 def explicit_region(
-    module: fx.GraphModule, graph: fx.Graph, schedule: RegionSchedule, parallel: RegionParallel
+    module: fx.GraphModule,
+    graph: fx.Graph,
+    schedule: RegionSchedule,
+    parallel: RegionParallel,
+    plain: Callable[..., Any],
 ) -> ExplicitRegion:
     """The region of `graph`, ordered forward, with a backward pass in an order of its own, noted in `schedule`.
 
     module   what the graph's attributes belong to
+    plain    runs the graph as it is
 
     Raises PassError where the graph cannot be taken apart into steps, ScheduleError where no order keeps to the
     spec's `max_in_flight_mib`.
@@ -108,7 +150,8 @@ def explicit_region(
     split = {record.step for record in program.weight_gradients if record.deferred}
     found = order_backward(schedule.tasks, parallel, split)
     readers = _readers(program)
-    _keep_order_of_exchanges([s.name for s in program.steps], readers)
+    sending = {wait_step(n.meta[WAITS_FOR]) for n in inner.nodes if is_wait(n) and sends_back(n)}
+    _keep_order_of_exchanges([s.name for s in program.steps if s.name in sending], readers)
     events = complete_events(found.events, [s.name for s in program.steps], split, readers)
     schedule.backward = replace(found, events=events)
     region = ScheduledRegion(
@@ -117,11 +160,11 @@ def explicit_region(
         drain=drain,
         weights=weights,
         around_backward=one_backward_pass,
-        place=lambda: f"decoder layer {running_layer().fxskip_layer}",
+        site=partial(_LayerSite, schedule.tasks.lanes),
     )
-    plain, finishing = fx.GraphModule(module, graph).forward, fx.GraphModule(nn.Module(), finish).forward
     constants = attribute_values(program, module)
-    return ExplicitRegion(plain, region, arriving, modules, constants, finishing)
+    finishing = fx.GraphModule(nn.Module(), finish).forward
+    return ExplicitRegion(plain, schedule, region, arriving, modules, constants, finishing)
 
 
 def _take_arrivals(graph: fx.Graph) -> tuple[int, ...]:
@@ -190,6 +233,7 @@ def _steps(graph: fx.Graph) -> dict[fx.Node, str]:
                     hint="this is a defect in fxskip: please report it; backward: mirrored does without",
                 )
             steps[node] = steps[near]
+    _write_in_one_step(graph, steps)
     for node in reversed(
         list(steps)
     ):  # views and casts of a weight go where the product is, so that it can be split off
@@ -200,10 +244,19 @@ def _steps(graph: fx.Graph) -> dict[fx.Node, str]:
     return steps
 
 
-def _keep_order_of_exchanges(steps: list[str], readers: dict[str, set[str]]) -> None:
+def _write_in_one_step(graph: fx.Graph, steps: dict[fx.Node, str]) -> None:
+    """Memory that is written in place, from its making to its last write, goes into the step of that write: two steps
+    must not see it change. A sum over ranks can stand between two writes, such as those of a key's two parts."""
+    for memory, writes in writers(graph).items():
+        last = writes[-1]
+        for node in itertools.takewhile(partial(operator.is_not, last), graph.nodes):
+            if node in steps and (node in writes or storage(node) == memory):
+                steps[node] = steps[last]
+
+
+def _keep_order_of_exchanges(waits: list[str], readers: dict[str, set[str]]) -> None:
     """A wait issues the reverse of its collective. All ranks issue them in one order, whatever each takes its tasks to
     cost: against that of the forward waits, which is the same on all."""
-    waits = [step for step in steps if is_wait_step(step)]
     for earlier, later in itertools.pairwise(waits):
         readers[earlier].add(later)
 

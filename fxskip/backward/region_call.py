@@ -162,6 +162,11 @@ class RegionCall:
 
     # --- backward ----------------------------------------------------------------------------------
 
+    def computes(self, event: Event) -> bool:
+        """Whether a gradient of the step's results, or of its weights, is asked for."""
+        graph = self._graphs[event.step]
+        return bool(graph.cuts if event.part == "wgrad" else graph.roots)
+
     def run_event(self, event: Event) -> None:
         """Compute gradients of what the step read from those of what it made, and let its graph go."""
         number, graph = event.step, self._graphs[event.step]

@@ -25,6 +25,7 @@ from fxskip.backward.program import Program, backward_order, forward_order
 from fxskip.backward.region_call import Examined, RegionCall, differentiates_by_another, require_results
 from fxskip.backward.region_plan import Plan
 from fxskip.backward.shared_casts import shares_casts
+from fxskip.backward.site import Site
 from fxskip.backward.step_values import StepValues, random_state
 from fxskip.errors import PassError, ScheduleError
 
@@ -45,7 +46,7 @@ class ScheduledRegion:
         drain: Callable[[], object] | None = None,
         weights: Collection[str] = (),
         around_backward: Callable[[], AbstractContextManager[object]] = nullcontext,
-        place: Callable[[], str] = lambda: "a scheduled region",
+        site: Callable[[], Site] = Site,
     ) -> None:
         """Check the orders.
 
@@ -57,7 +58,7 @@ class ScheduledRegion:
             drain: called where a forward or backward ends early, so that nothing stays in flight.
             weights: inputs whose gradients may be split off although they are no leaves: views of parameters.
             around_backward: opened around the events of each node of the chain.
-            place: asked at each call; says in errors which region it is.
+            site: asked at each call; says in errors which region it is, and is told of the steps.
 
         Raises:
             ScheduleError: an order is incomplete, or would read a value or gradient before it is there.
@@ -67,7 +68,7 @@ class ScheduledRegion:
         self._drain = drain or (lambda: None)
         self._weights = frozenset(weights)
         self._around_backward = around_backward
-        self._place = place
+        self._site = site
         self._examined: Examined = {}
         self._under_way = 0
         self._leaves: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
@@ -88,14 +89,15 @@ class ScheduledRegion:
             )
         self._drain_abandoned()
         named = dict(zip(program.inputs, inputs, strict=True))
+        site = self._site()
         if torch.is_grad_enabled() and any(_wants_gradient(value) for value in inputs):
-            return self._differentiable(named)
-        results = self._run_forward(named, None)
+            return self._differentiable(named, site)
+        results = self._run_forward(named, None, site)
         if torch.is_grad_enabled() and any(_wants_gradient(result) for result in results):
             raise differentiates_by_another("a step", "a tensor")
         return tuple(results)
 
-    def _differentiable(self, inputs: dict[str, Any]) -> tuple[Any, ...]:
+    def _differentiable(self, inputs: dict[str, Any], site: Site) -> tuple[Any, ...]:
         """Run forward, and make the chain of nodes that runs backward."""
         first: dict[int, str] = {}
         aliases = {
@@ -109,8 +111,8 @@ class ScheduledRegion:
         further = {name: known for name, known in aliases.items() if name != known}
         call = RegionCall(self._plan, apart, further, saved.pack if saved is not None else None)
         with saved.collecting() if saved is not None else nullcontext():
-            values = self._run_forward(inputs | {n: apart[known] for n, known in aliases.items()}, call)
-        backward = _Backward(self, call, saved)
+            values = self._run_forward(inputs | {n: apart[known] for n, known in aliases.items()}, call, site)
+        backward = _Backward(self, call, saved, site)
         return backward.connect(tensors, values)
 
     def _apart(self, name: str, tensor: Tensor) -> Tensor:
@@ -127,13 +129,14 @@ class ScheduledRegion:
             kept = self._leaves[tensor] = tensor.detach().requires_grad_()
         return kept
 
-    def _run_forward(self, inputs: dict[str, Any], call: RegionCall | None) -> list[Any]:
+    def _run_forward(self, inputs: dict[str, Any], call: RegionCall | None, site: Site) -> list[Any]:
         plan = self._plan
         values = StepValues(plan, inputs)
         for position, number in enumerate(plan.forward):
             step = plan.program.steps[number]
             try:
                 arguments = values.arguments(number)
+                site.forward(step.name)
                 state = None if plan.in_order or step.random else random_state()
                 if call is None:
                     results = require_results(step, step.function(*arguments))
@@ -143,7 +146,7 @@ class ScheduledRegion:
                     raise _draws_out_of_order(step.name)
                 values.put(number, results)
             except BaseException as error:
-                self._fail(error, f"forward of step {step.name!r} of {self._place()}")
+                self._fail(error, f"forward of step {step.name!r} of {site}")
                 raise
             del arguments, results
             values.free(position)
@@ -170,7 +173,9 @@ class ScheduledRegion:
 class _Backward:
     """The backward of one call, as the nodes of a chain run it piece by piece."""
 
-    def __init__(self, region: ScheduledRegion, call: RegionCall, saved: SavedTensors | None) -> None:
+    def __init__(
+        self, region: ScheduledRegion, call: RegionCall, saved: SavedTensors | None, site: Site
+    ) -> None:
         self.region = region
         self.call: RegionCall | None = call
         self.saved = saved
@@ -178,7 +183,7 @@ class _Backward:
         self.pieces: list[tuple[range, list[str]]] = []
         """The events that each node runs, and the inputs whose gradients it returns."""
         self.begun = False
-        self.place = region._place()
+        self.site = site
         self.token = torch.empty(0)
         """What passes between the nodes, and is the gradient of itself."""
 
@@ -242,12 +247,14 @@ class _Backward:
         with torch.autograd.set_multithreading_enabled(False), self.region._around_backward():
             for position in events:
                 event = plan.backward[position]
+                name = plan.program.steps[event.step].name
                 try:
+                    if self.call.computes(event):
+                        self.site.backward(name, event.part)
                     self.call.run_event(event)
                 except BaseException as error:
                     self._forget()
-                    name = plan.program.steps[event.step].name
-                    self.region._fail(error, f"backward of step {name!r} of {self.place}")
+                    self.region._fail(error, f"backward of step {name!r} of {self.site}")
                     raise
         found = [self.call.sums.pop(name).result() for name in released]
         if number == len(self.pieces) - 1:

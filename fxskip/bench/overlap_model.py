@@ -30,8 +30,6 @@ WIRINGS: dict[Wiring, dict[str, Any]] = {
     "farskip": {"preset": "farskip"},
 }
 """The original's connections as they are, the same with weight gradients under the reverse exchanges, and FarSkip's."""
-CANNOT_BE_TRACED: tuple[Wiring, ...] = ("stock, split weights",)
-"""`fxskip.trace` refuses a backward pass with an order of its own."""
 
 # huggingface.co/deepseek-ai/DeepSeek-V2-Lite, config.json; but the vocabulary, for there is no head.
 LITE: dict[str, Any] = {

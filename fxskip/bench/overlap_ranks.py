@@ -17,7 +17,6 @@ import fxskip
 from fxskip.bench.measure import environment
 from fxskip.bench.mirror import mirrored
 from fxskip.bench.overlap_model import (
-    CANNOT_BE_TRACED,
     RANKS,
     WIRINGS,
     Setting,
@@ -103,8 +102,6 @@ def _measured(
             yield place, _row(per_rank) | {"clocks": log.summary(windows[variant])}
         for routing in routings:
             for wiring, one in steppers.items():
-                if wiring in CANNOT_BE_TRACED:
-                    continue
                 found = _traced(setting, one, Variant(wiring, routing, data, "as it is"), gathered)
                 yield (f"{routing}, {data}", wiring, "trace"), found
 
@@ -137,7 +134,7 @@ def measure_alone(setting: Setting, rank: int) -> Iterator[Part]:
 def _student(setting: Setting, wiring: Wiring, rank: int, folder: Path) -> Any:
     """By measured costs, it is made twice: first to measure."""
     model = student(setting, wiring)
-    if not setting.measured_costs or wiring in CANNOT_BE_TRACED:
+    if not setting.measured_costs:
         return model
     one = stepper(setting, model, rank=rank, together=True)
     costs = fxskip.trace(model, one.batch, steps=2).costs()

@@ -18,7 +18,7 @@ from torch import Tensor
 from fxskip.collectives.failures import PATIENCE_S, Work, until
 from fxskip.collectives.in_flight import Flight, Issued, start, wait
 from fxskip.collectives.kept import made_once
-from fxskip.collectives.measuring import sends_nothing
+from fxskip.collectives.measuring import Sent, sends_nothing
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ def _resized(rows: Tensor, count: int) -> Tensor:
 class Counts:
     """What each rank tells the owner of each part, under way from `exchange_counts` to `get`."""
 
-    def __init__(self, name: str, own: Tensor, group: Any) -> None:
+    def __init__(self, sent: Sent, own: Tensor, group: Any) -> None:
         ones = (1,) * own.shape[0]
-        self._name, self._group, self._own = name, group, own
-        self._flight = Flight(name, AllToAll(group, ones, ones))
+        self._name, self._group, self._own = sent.name, group, own
+        self._flight = Flight(sent, AllToAll(group, ones, ones))
         self.received = start(own, self._flight)
         self._event: torch.cuda.Event | None = None
         if own.is_cuda:
@@ -110,13 +110,13 @@ class Counts:
         return True
 
 
-def exchange_counts(name: str, counts: Tensor, group: Any) -> Counts:
+def exchange_counts(sent: Sent, counts: Tensor, group: Any) -> Counts:
     """Start telling each rank of `group` how many rows it will get.
 
-    name     says in errors what it is for
+    sent     what it is for
     counts   [ranks, parts] int64: for the rank that owns the parts, rows of each
     """
-    return made_once(lambda: Counts(name, counts.contiguous(), group))
+    return made_once(lambda: Counts(sent, counts.contiguous(), group))
 
 
 _SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}

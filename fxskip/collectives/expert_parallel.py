@@ -21,9 +21,10 @@ from fxskip.collectives.all_to_all import AllToAll, Counts, exchange_counts, spl
 from fxskip.collectives.copy_engine import CopyExchange
 from fxskip.collectives.doing import Doing, require_same_doing
 from fxskip.collectives.grouped_experts import grouped_experts, is_grouped
+from fxskip.collectives.measuring import Place, Sent
 from fxskip.collectives.routing import Order, SortedPairs, expert_of_each_row, order_by_expert, permute
 from fxskip.leaves import running_layer
-from fxskip.parallel import RegionParallel, running_axis
+from fxskip.parallel import EXPERT, RegionParallel, running_axis
 
 Direction = Literal["dispatch", "combine"]
 
@@ -77,8 +78,9 @@ def start_counts(pairs: SortedPairs, hidden: Tensor, path: str, axis: str) -> Co
     told = torch.constant_pad_nd(padded, (0, 1), Doing.now(hidden, path).encoded())
     if _uses_copy_engines():
         told = torch.cat((_most_for_another(padded, mesh.get_local_rank()).expand(ranks, 1), told), 1)
-    name = f"expert counts of decoder layer {running_layer().fxskip_layer}"
-    return exchange_counts(name, told, mesh.get_group())
+    layer = int(running_layer().fxskip_layer)  # type: ignore[arg-type]
+    sent = Sent(f"expert counts of decoder layer {layer}", Place(layer, "counts", EXPERT))
+    return exchange_counts(sent, told, mesh.get_group())
 
 
 def wait_counts(counts: Counts, axis: str) -> Routing:

@@ -34,7 +34,7 @@ from fxskip.collectives.landing import (
     poisoned_buffers,
     under_way,
 )
-from fxskip.collectives.measuring import waits_at_once
+from fxskip.collectives.measuring import Sent, waits_at_once
 from fxskip.errors import PassError
 
 __all__ = [
@@ -71,12 +71,12 @@ _numbers = itertools.count()
 class Flight:
     """One collective from its start to its wait, and its reverse.
 
-    name   says in errors which collective of which layer it is
+    sent   which collective of which layer it is
     """
 
-    def __init__(self, name: str, collective: Collective, *, at_once: bool = False) -> None:
-        self.name = name
+    def __init__(self, sent: Sent, collective: Collective, *, at_once: bool = False) -> None:
         self.number = next(_numbers)
+        self.sent = sent.of_flight(self.number)
         _FLIGHTS[self.number] = self
         self._collective = collective
         self._at_once = at_once
@@ -87,6 +87,11 @@ class Flight:
         self._reverse: Landing | None = None
         self._token: Tensor | None = None
         self._started = False
+
+    @property
+    def name(self) -> str:
+        """In errors."""
+        return self.sent.name
 
     def start(self, tensor: Tensor, *, of_next: bool) -> Tensor:
         """Issue it; returns the buffer, which holds nothing yet.
@@ -100,7 +105,7 @@ class Flight:
             self._put_off = tensor if kept is None or not self._started else None
             return tensor.new_full((1,), torch.nan).expand_as(tensor)
         self._started = True
-        self._forward = self._launch(self.name, self._collective.issue, tensor)
+        self._forward = self._launch(self.sent, self._collective.issue, tensor)
         if kept is not None and not of_next:
             kept.buffers[self.number] = self._forward.buffer
         return self._forward.buffer
@@ -123,7 +128,7 @@ class Flight:
 
     def start_reverse(self, gradient: Tensor) -> Tensor:
         """Issue the reverse collective; returns the token that stands for its result."""
-        self._reverse = self._launch(f"gradient of {self.name}", self._collective.issue_reverse, gradient)
+        self._reverse = self._launch(self.sent.reversed(), self._collective.issue_reverse, gradient)
         self._token = _token_like(gradient)
         return self._token
 
@@ -139,8 +144,8 @@ class Flight:
         landing.land()
         return landing.buffer
 
-    def _launch(self, name: str, issue: Any, tensor: Tensor) -> Landing:
-        landing = launch(name, self._collective.group, issue, tensor)
+    def _launch(self, sent: Sent, issue: Any, tensor: Tensor) -> Landing:
+        landing = launch(sent, self._collective.group, issue, tensor)
         if self._at_once or waits_at_once():
             landing.land()
         return landing

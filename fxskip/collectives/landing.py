@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fxskip.collectives.failures import Work, issuing, tell, wait_until_done
-from fxskip.collectives.measuring import FlightWatch, watcher
+from fxskip.collectives.measuring import FlightWatch, Sent, watcher
 from fxskip.errors import CollectiveError
 
 
@@ -86,15 +86,15 @@ class Landing:
             self.buffer.data.copy_(issued.buffer)
 
 
-def launch(name: str, group: Any, issue: Callable[[Tensor], Issued], tensor: Tensor) -> Landing:
+def launch(sent: Sent, group: Any, issue: Callable[[Tensor], Issued], tensor: Tensor) -> Landing:
     """Hand a collective on `tensor` to its transport. Raises CollectiveError where that fails."""
     seen_by = watcher()
-    watch = seen_by.flight(name) if seen_by is not None else None
-    with issuing(name, group):
+    watch = seen_by.flight(sent) if seen_by is not None else None
+    with issuing(sent.name, group):
         issued = issue(tensor)
     if watch is not None:
         watch.issued(issued.buffer, issued.work)
-    return Landing(name, group, issued, watch)
+    return Landing(sent.name, group, issued, watch)
 
 
 def drain(in_pass: int | None = None) -> list[str]:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,32 @@ class Place:
     """Of its task, such as "moe1.2" or "dispatch"."""
     lane: str
     """Of its task: "compute", "host", or the name of a process group."""
+
+
+Part = Literal["forward", "bwd", "dgrad", "wgrad"]
+"""Of a task: itself, its backward, or the two parts that an explicit backward may make of it: the gradients of what the
+task read, and later those of its weights."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Which collective of a model it is."""
+
+    name: str
+    """In errors, such as "dispatch of decoder layer 3"."""
+    place: Place
+    """Where it belongs, as far as its sender knows: the second dispatch of a layer is "dispatch" as well."""
+    flight: int | None = None
+    """A number that a collective and its reverse have in common; None for what no task of a layer sends."""
+    is_reverse: bool = False
+
+    def of_flight(self, number: int) -> Sent:
+        """The same, of the flight with this number."""
+        return replace(self, flight=number)
+
+    def reversed(self) -> Sent:
+        """The one that its gradient goes through."""
+        return replace(self, name=f"gradient of {self.name}", is_reverse=True)
 
 
 class FlightWatch(Protocol):
@@ -51,14 +77,14 @@ class Watcher(Protocol):
     def enter_region(self, layer: int, schedule: Any, inputs: Sequence[Any]) -> None:
         """The graph of a decoder layer begins. `schedule` is the RegionSchedule that it runs by, or None."""
 
-    def enter(self, place: Place | None) -> None:
-        """What runs from here on belongs to `place`; None: to nothing that is measured."""
+    def enter(self, place: Place | None, part: Part = "forward") -> None:
+        """What runs from here on belongs to that part of `place`; None: to nothing that is measured."""
 
     def made(self, place: Place | None, values: Any) -> None:
         """What ran at `place` until now gave these values to others."""
 
-    def flight(self, name: str) -> FlightWatch:
-        """The collective of that name is about to be issued."""
+    def flight(self, sent: Sent) -> FlightWatch:
+        """That collective is about to be issued."""
 
 
 class _Switches:

@@ -33,7 +33,7 @@ from fxskip.ir import (
 )
 from fxskip.passes.dependencies import draws_random_numbers, switches
 from fxskip.passes.shard import ROUTED_ROWS
-from fxskip.passes.split_collectives import is_start, is_wait, sends_forward
+from fxskip.passes.split_collectives import FLIGHT_KIND, is_start, is_wait, sends_forward
 
 
 def defer(graph: fx.Graph) -> fx.Graph:
@@ -128,7 +128,7 @@ def _cut(inside: list[fx.Node], unfinished: dict[int, fx.Node]) -> tuple[Tail, l
 
 def _shape_alone(node: fx.Node) -> dict[str, Any]:
     """A node's metadata without what it was in its own layer."""
-    kept = {ROUTED_ROWS: True} if ROUTED_ROWS in node.meta else {}
+    kept = {key: node.meta[key] for key in (ROUTED_ROWS, FLIGHT_KIND) if key in node.meta}
     return kept | ({"example_value": torch.empty_like(v)} if isinstance(v := value(node), Tensor) else {})
 
 

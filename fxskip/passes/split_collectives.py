@@ -18,27 +18,36 @@ from fxskip.collectives.all_reduce import Enter, Reduce
 from fxskip.collectives.expert_parallel import Direction, Routing
 from fxskip.collectives.in_flight import Flight
 from fxskip.collectives.kept import made_once
+from fxskip.collectives.measuring import Place, Sent
 from fxskip.ir import copy_graph, op_name
 from fxskip.leaves import running_layer
-from fxskip.parallel import Mode, running_axis
+from fxskip.parallel import EXPERT, Mode, running_axis
 from fxskip.passes.partial_values import enter, partial, reduce
 from fxskip.passes.shard import exchange
 
 Sum = Literal["reduce", "enter"]
 
+FLIGHT_KIND = "fxskip_flight_kind"
+"""Key in the metadata of a flight, and of what stands for it in the next layer: see `flight_kind`."""
+
 
 def take_off(routing: Routing, direction: Direction, at_once: bool) -> Flight:
     """The flight of one exchange of the layer that runs; `at_once` waits where it is started."""
-    name = f"{direction} of decoder layer {running_layer().fxskip_layer}"
-    return made_once(lambda: Flight(name, routing.exchange(direction), at_once=at_once))
+    sent = _sent(direction, direction, EXPERT)
+    return made_once(lambda: Flight(sent, routing.exchange(direction), at_once=at_once))
 
 
 def take_off_sum(kind: Sum, axis: str, at_once: bool) -> Flight:
     """The flight of one sum over the ranks of `axis`, of a value or of its gradient."""
-    name = f"{kind} ({axis}) of decoder layer {running_layer().fxskip_layer}"
+    sent = _sent(f"{kind} ({axis})", kind, axis)
     group = running_axis(axis).get_group()
     collective = Reduce(group) if kind == "reduce" else Enter(group)
-    return made_once(lambda: Flight(name, collective, at_once=at_once))
+    return made_once(lambda: Flight(sent, collective, at_once=at_once))
+
+
+def _sent(what: str, role: str, lane: str) -> Sent:
+    layer = int(running_layer().fxskip_layer)  # type: ignore[arg-type]
+    return Sent(f"{what} of decoder layer {layer}", Place(layer, role, lane))
 
 
 def split_collectives(graph: fx.Graph, mode: Mode) -> fx.Graph:
@@ -59,12 +68,15 @@ def split_collectives(graph: fx.Graph, mode: Mode) -> fx.Graph:
         rows, *how = node.args
         with new.inserting_before(node):
             if node.target is exchange:
+                kind = str(how[1]), EXPERT
                 flight = _like(node, new.call_function(take_off, (*how, at_once)))
             else:
+                kind = op_name(node), str(how[0])
                 flight = _like(node, new.call_function(take_off_sum, (op_name(node), *how, at_once)))
             buffer = _like(node, new.call_function(in_flight.start, (rows, flight)))
             arrived = _like(node, new.call_function(in_flight.wait, (buffer, flight)))
         flight.meta.pop("example_value", None)
+        flight.meta[FLIGHT_KIND] = kind
         node.replace_all_uses_with(arrived)
         new.erase_node(node)
     new.lint()
@@ -81,10 +93,22 @@ def is_wait(node: fx.Node) -> bool:
     return node.target is in_flight.wait
 
 
+def flight_kind(node: fx.Node) -> tuple[str, str]:
+    """For a flight, its start or its wait: "dispatch", "combine", "reduce" or "enter", and the axis of the mesh."""
+    flight = node.args[1] if is_start(node) or is_wait(node) else node
+    assert isinstance(flight, fx.Node)
+    found: tuple[str, str] = flight.meta[FLIGHT_KIND]
+    return found
+
+
 def sends_forward(node: fx.Node) -> bool:
-    """Whether the start or wait has something to send or receive in the forward pass."""
-    flight = node.args[1]
-    return isinstance(flight, fx.Node) and not (flight.target is take_off_sum and flight.args[0] == "enter")
+    """Whether a flight, its start or its wait has something to send or receive in the forward pass."""
+    return flight_kind(node)[0] != "enter"
+
+
+def sends_back(node: fx.Node) -> bool:
+    """Whether it has in the backward pass."""
+    return flight_kind(node)[0] != "reduce"
 
 
 def _like(node: fx.Node, new: fx.Node) -> fx.Node:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from fxskip.collectives.all_reduce import sum_in_place
 from fxskip.collectives.failures import join
 from fxskip.collectives.landing import Landing, launch
+from fxskip.collectives.measuring import Place, Sent
 from fxskip.errors import PassError
 from fxskip.parallel import TENSOR, Ranks, RegionParallel
 from fxskip.schedule.gradient_sums import EMBEDDING, HEAD, GradientSum
@@ -89,9 +90,8 @@ class Bucket:
                 if parameter.grad is not None:
                     own(parameter.grad).mul_(self.lane.share)
             return None
-        return launch(
-            self.name, self.lane.group, partial(sum_in_place, group=self.lane.group), self._packed()
-        )
+        sent = Sent(self.name, Place(self.layer, self.role, self.lane.name))
+        return launch(sent, self.lane.group, partial(sum_in_place, group=self.lane.group), self._packed())
 
     def finish(self, landing: Landing | None) -> None:
         """Wait for the mean, and make it the gradient; no gradient stays none where no process has one."""

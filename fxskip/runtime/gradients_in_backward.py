@@ -31,7 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxskip.capture.sharding import is_sharded
 from fxskip.collectives.landing import Issued, Landing, backward_pass, launch
-from fxskip.collectives.measuring import sends_nothing, waits_at_once
+from fxskip.collectives.measuring import Place, Sent, sends_nothing, waits_at_once
 from fxskip.errors import CollectiveError, PassError
 from fxskip.parallel import RegionParallel
 from fxskip.runtime.gradient_buckets import (
@@ -262,12 +262,11 @@ class Agreement:
 
     def __init__(self, plan: GradientPlan, lane: Lane, who: str = _WHO) -> None:
         self._lane, self._who = lane, who
-        self._landing = launch(
+        sent = Sent(
             f"comparison of what trains ({lane.name}) of decoder layer 0",
-            lane.group,
-            self._gather,
-            plan.fingerprint(lane),
+            Place(0, "comparison of what trains", lane.name),
         )
+        self._landing = launch(sent, lane.group, self._gather, plan.fingerprint(lane))
 
     def _gather(self, mine: Tensor) -> Issued:
         everyone = mine.new_empty(self._lane.ranks)

@@ -209,12 +209,17 @@ def _build(
     else:
         name = region_name(wiring, lower, parallel, arriving)
         graph = parallelise(module.graph, wiring, parallel, arriving, name)
-        if is_explicit(parallel) and torch.is_grad_enabled() and has_flights(graph):
-            return explicit_region(module, graph, schedules_of(name)[-1], parallel)
         schedule = next(reversed(schedules_of(name)), None)
     rewired = fx.GraphModule(module, graph)
     run = lowered(lower, rewired, example_inputs)
-    return run if lower != "none" else Observed(rewired, run, schedule)
+    if lower != "none":
+        return run
+    plain = Observed(rewired, run, schedule)
+    if parallel is None or schedule is None or not is_explicit(parallel):
+        return plain
+    if not torch.is_grad_enabled() or not has_flights(graph):
+        return plain
+    return explicit_region(module, graph, schedule, parallel, plain)
 
 
 def _entering(layer: Region, hidden_states: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxskip.collectives.landing import Issued, launch
+from fxskip.collectives.measuring import Place, Sent
 from fxskip.errors import CollectiveError, PassError
 from fxskip.spec import Spec
 
@@ -62,9 +63,8 @@ def require_same_tokens(stream: torch.Tensor, mesh: DeviceMesh, axes: Iterable[s
     mine = torch.tensor([*_size(stream), int(_fingerprint(stream), 16) >> 1], device=stream.device)
     for axis in axes:
         group = mesh[axis].get_group()
-        landing = launch(
-            "comparison of tokens of decoder layer 0", group, partial(_gathered, group=group), mine
-        )
+        sent = Sent("comparison of tokens of decoder layer 0", Place(0, "comparison of tokens", axis))
+        landing = launch(sent, group, partial(_gathered, group=group), mine)
         landing.land()
         everyone = landing.buffer.view(-1, len(mine)).tolist()
         if any(one != everyone[0] for one in everyone):

@@ -1,7 +1,8 @@
 """The order in which a region's backward pass runs, from a schedule of its own.
 
 Tasks are those of the forward pass, against the direction of the data. A collective is one task, but two steps of the
-region's program: the backward of its *wait* issues the reverse collective, that of its *start* waits for it.
+region's program: the backward of its *wait* issues the reverse collective, that of its *start* waits for it. A sum of
+values, `reduce`, has nothing to send back; a sum of gradients, `enter`, is sent in the backward alone.
 
     forward    permute, dispatch | attention | dispatch.wait, experts, combine | shared experts | combine.wait ...
     backward   ... combine.wait | shared experts | combine, experts.dgrad, dispatch.wait | experts.wgrad | dispatch ...
@@ -44,7 +45,7 @@ def order_backward(tasks: RegionTasks, parallel: RegionParallel, split: Collecti
     Weight gradients stay in the region of their layer: autograd runs layer after layer. Raises ScheduleError where
     no order keeps to `max_in_flight_mib`.
     """
-    forward = _with_gradients(measured_graph(tasks, parallel.schedule.costs), tasks, split)
+    forward = with_weights(measured_graph(tasks.gradients, parallel.schedule.costs), split)
     reductions = _reductions(tasks, parallel)
     graph = _crossing(derive_backward(forward, split_weights=True, reductions=reductions), tasks)
     schedule = solved(_without_gradient_bytes(graph), tasks.copies, parallel)
@@ -68,17 +69,16 @@ def _without_gradient_bytes(graph: TaskGraph) -> TaskGraph:
     return TaskGraph(tasks, graph.needs, backward=True)
 
 
-def _with_gradients(graph: TaskGraph, tasks: RegionTasks, split: Collection[str]) -> TaskGraph:
-    """The forward tasks that gradients come back through: not the exchange of counts."""
-    kept = [replace(t, has_weights=t.role in split) for t in graph if t.role not in tasks.counts]
-    names = {task.name: None for task in kept}
-    return TaskGraph(kept, {name: [p for p in graph.producers(name) if p in names] for name in names})
+def with_weights(graph: TaskGraph, split: Collection[str]) -> TaskGraph:
+    """The graph with weights that can be split off in the tasks of these roles, and in no others."""
+    return TaskGraph([replace(t, has_weights=t.role in split) for t in graph], graph.needs)
 
 
 def _crossing(graph: TaskGraph, tasks: RegionTasks) -> TaskGraph:
     """The reverse of a collective that arrives in the next layer is issued in that layer, which runs before."""
     roles = {role + _WHOLE for role in tasks.leaving}
-    return TaskGraph([_issued_before(t) if t.role in roles else t for t in graph], graph.needs, backward=True)
+    moved = [_issued_before(t) if t.role in roles and t.is_collective else t for t in graph]
+    return TaskGraph(moved, graph.needs, backward=True)
 
 
 def _issued_before(task: Task) -> Task:

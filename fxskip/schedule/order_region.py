@@ -30,6 +30,8 @@ class RegionSchedule:
     tasks: RegionTasks
     graph: TaskGraph
     """The tasks' graph, with the costs that the spec asks for."""
+    gradients: TaskGraph
+    """That of the tasks that gradients come back through, likewise."""
     machine: Machine | None
     """What candidates were simulated on; None where nothing is known of contention."""
     schedule: Schedule
@@ -59,10 +61,13 @@ def order_region(
         left = next((n for u in units for n in u.nodes if n.target is leave_pending), None)
         repeats = (left.args[0] if left is not None else None) == arriving
         tasks = region_tasks(units, _costs(units, parallel), repeats=repeats)
-        graph, machine = measured_graph(tasks, parallel.schedule.costs), machine_of(parallel)
+        graph, machine = measured_graph(tasks.graph, parallel.schedule.costs), machine_of(parallel)
+        gradients = measured_graph(tasks.gradients, parallel.schedule.costs)
         schedule = region_schedule(tasks, parallel)
         tasks.mark()
-        _FOUND.setdefault(region, []).append(RegionSchedule(region, tasks, graph, machine, schedule))
+        _FOUND.setdefault(region, []).append(
+            RegionSchedule(region, tasks, graph, gradients, machine, schedule)
+        )
         first = tasks.order(schedule.order)
         return [*first, *(u for u in units if u not in set(first))]
 

@@ -23,7 +23,7 @@ _TRIES = 300
 
 def region_schedule(tasks: RegionTasks, parallel: RegionParallel) -> Schedule:
     """The schedule of a region's forward tasks; raises what `solved` and `measured_graph` raise."""
-    return solved(measured_graph(tasks, parallel.schedule.costs), tasks.copies, parallel)
+    return solved(measured_graph(tasks.graph, parallel.schedule.costs), tasks.copies, parallel)
 
 
 def solved(graph: TaskGraph, copies: int, parallel: RegionParallel) -> Schedule:
@@ -40,18 +40,18 @@ def solved(graph: TaskGraph, copies: int, parallel: RegionParallel) -> Schedule:
     return solve(graph, rule=rule, machine=machine_of(parallel), max_in_flight_bytes=cap, tries=_TRIES)
 
 
-def measured_graph(tasks: RegionTasks, costs: str) -> TaskGraph:
-    """The forward tasks, with the costs of a table, by role, where the spec names one.
+def measured_graph(graph: TaskGraph, costs: str) -> TaskGraph:
+    """The tasks of a region, with the costs of a table, by role, where the spec names one.
 
     Raises ScheduleError where the table lacks a task.
     """
     if costs == "roofline":
-        return tasks.graph
+        return graph
     table = load_costs(costs).costs_us
-    unknown = sorted({task.role for task in tasks.graph} - set(table))
+    unknown = sorted({task.role for task in graph} - set(table))
     if unknown:
         raise _not_in_table(unknown, costs)
-    return tasks.graph.with_costs({task.name: table[task.role] for task in tasks.graph})
+    return graph.with_costs({task.name: table[task.role] for task in graph})
 
 
 def gradient_us(one: GradientSum, parallel: RegionParallel) -> float:

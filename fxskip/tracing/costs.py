@@ -44,11 +44,14 @@ def _of_rank(records: Sequence[StepRecord], roles: Mapping[str, str | None]) -> 
 
 
 def _of_step(record: StepRecord) -> list[tuple[str, float]]:
-    """Role and time of each task of each layer in the forward, and of each sum of gradients; what was cut is one."""
+    """Role and time of each task of each layer in the forward, of each sum of parameters' gradients, and of what
+    travels in the backward alone, by its forward role; what was cut is one."""
     sums: dict[tuple[int, str], float] = {}
     for task in record.tasks:
         if task.phase == "forward":
             sums[task.layer, task.role] = sums.get((task.layer, task.role), 0.0) + task.us
     forward = [(role, us) for (_, role), us in sums.items()]
     sent = [one for one in record.flights if one.phase == "forward" or one.lane in GRADIENT_LANES]
-    return forward + [(one.role, one.us) for one in sent]
+    known = {one.role for one in sent}
+    back = [(one.role.removesuffix(".bwd"), one.us) for one in record.flights if one not in sent]
+    return forward + [(one.role, one.us) for one in sent] + [(r, us) for r, us in back if r not in known]

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+
+import networkx as nx
 
 from fxskip.schedule.derive_backward import derive_backward
 from fxskip.schedule.gradient_sums import HEAD, behind_its_gradients
 from fxskip.schedule.machine import Machine
+from fxskip.schedule.order_backward import with_weights
 from fxskip.schedule.order_region import RegionSchedule
 from fxskip.schedule.overlap import OverlapFigures, overlap_figures
 from fxskip.schedule.problem import Problem
+from fxskip.schedule.region_tasks import ARRIVAL, is_wait_step
 from fxskip.schedule.result import Schedule, schedule_of
-from fxskip.schedule.tasks import HOST, Task, TaskGraph
+from fxskip.schedule.tasks import COMPUTE, Task, TaskGraph
 from fxskip.tracing.records import Phase
-
-_ARRIVAL = "arrival"
-_COUNTS = "counts"
 
 
 @dataclass(frozen=True)
@@ -32,49 +33,99 @@ class Estimate:
 def estimated(
     layers: Sequence[RegionSchedule], *, backward: bool, reductions: Sequence[Task] = ()
 ) -> dict[Phase, Estimate]:
-    """By phase. The backward runs in the mirror image of the forward's order.
+    """By phase. The backward runs in the order of the layers' own schedules of it; where they have none, in the mirror
+    image of the forward's, in which a collective starts when what it sends is there.
 
     reductions   all-reduces of gradients in the backward, in the order in which they start; each does so behind the
                  tasks that make its gradients
     """
-    graph, order = whole_model(layers)
+    graph, order = whole_model(layers), forward_order(layers)
     machine = layers[0].machine
     found: dict[Phase, Estimate] = {"forward": _estimate(graph, order, machine)}
     if backward:
         needs = {task: _adds_up(task, layers) for task in reductions}
-        reverse = derive_backward(_differentiable(graph), reductions=needs)
-        mirrored = [f"{name}.bwd" for name in reversed(order) if f"{name}.bwd" in reverse]
+        reverse = derive_backward(whole_model(layers, backward=True), split_weights=True, reductions=needs)
         sums = {task.name: reverse.producers(task.name) for task in reductions}
-        found["backward"] = _estimate(reverse, behind_its_gradients(mirrored, sums), machine)
+        host = [name for name in backward_order(layers, reverse) if name not in sums]
+        found["backward"] = _estimate(reverse, behind_its_gradients(host, sums), machine)
     return found
 
 
-def whole_model(layers: Sequence[RegionSchedule]) -> tuple[TaskGraph, list[str]]:
-    """The tasks of all layers, named `layer.role`, and the order in which the host issues them.
+def whole_model(layers: Sequence[RegionSchedule], *, backward: bool = False) -> TaskGraph:
+    """The tasks of all layers, named `layer.role`.
 
     From layer to layer the compute lane keeps its order anyway; what has to be said is who waits for a collective that
     the layer before left in flight.
+
+    backward   those that gradients come back through, with weight gradients to be split off where a layer does so
     """
     tasks: list[Task] = []
     needs: dict[str, set[str]] = {}
-    order: list[str] = []
     pending: set[str] = set()
     for layer, region in enumerate(layers):
-        graph, copy, roles = region.graph, region.tasks.copy, region.tasks.roles
-        own = {t.name: f"{layer}.{t.role}" for t in graph if t.layer == copy and t.role in roles}
+        graph = with_weights(region.gradients, _split(region)) if backward else region.graph
+        own = _own(layer, region, graph)
         for name, new in own.items():
             producers = graph.producers(name)
             needs[new] = {own[p] for p in producers if p in own}
             if any(p not in own and graph[p].is_collective for p in producers):
                 needs[new] |= pending
             tasks.append(replace(graph[name], name=new, layer=layer))
+        pending = {f"{layer}.{role}" for role in region.tasks.leaving}
+    return TaskGraph(tasks, needs)
+
+
+def _own(layer: int, region: RegionSchedule, graph: TaskGraph) -> dict[str, str]:
+    """The tasks of a region between others, with their names in the whole model."""
+    copy = region.tasks.copy
+    return {t.name: f"{layer}.{t.role}" for t in graph if t.layer == copy and t.role != ARRIVAL}
+
+
+def _split(region: RegionSchedule) -> set[str]:
+    """The roles whose weight gradients run apart."""
+    events = region.backward.events if region.backward is not None else ()
+    return {event.removesuffix(".wgrad") for event in events if event.endswith(".wgrad")}
+
+
+def forward_order(layers: Sequence[RegionSchedule]) -> list[str]:
+    """The tasks of `whole_model` in the order in which the host issues them."""
+    order: list[str] = []
+    for layer, region in enumerate(layers):
+        own = _own(layer, region, region.graph)
         order += [own[name] for name in region.schedule.order if name in own]
-        pending = {
-            new
-            for name, new in own.items()
-            if graph[name].is_collective and not any(c in own for c in graph.consumers(name))
-        }
-    return TaskGraph(tasks, needs), order
+    return order
+
+
+def backward_order(layers: Sequence[RegionSchedule], reverse: TaskGraph) -> list[str]:
+    """The tasks of the backward, `reverse`, in the order in which the host issues them."""
+    order: list[str] = []
+    for layer in reversed(range(len(layers))):
+        if layers[layer].backward is not None:
+            order += [name for name in _issued(layer, layers) if name in reverse]
+        else:
+            mirrored = [f"{name}.bwd" for name in reversed(forward_order(layers[layer : layer + 1]))]
+            renamed = [f"{layer}.{name.partition('.')[2]}" for name in mirrored]
+            # Collectives are left out: they start as soon as they can.
+            order += [name for name in renamed if name in reverse and not reverse[name].is_collective]
+    position = {name: at for at, name in enumerate(order)}
+    return list(nx.lexicographical_topological_sort(reverse.digraph, key=lambda n: position.get(n, -1)))
+
+
+def _issued(layer: int, layers: Sequence[RegionSchedule]) -> Iterator[str]:
+    """What the events of a layer's backward issue: the steps that wait in the forward start collectives."""
+    backward = layers[layer].backward
+    assert backward is not None
+    lanes = {task.role: task.lane for task in layers[layer].gradients}
+    for event in backward.events:
+        role = event.removesuffix(".wait")
+        if role == ARRIVAL:
+            yield from (f"{layer - 1}.{left}.bwd" for left in layers[layer - 1].tasks.leaving)
+        elif is_wait_step(event):
+            yield f"{layer}.{role}.bwd"
+        elif event.endswith((".dgrad", ".wgrad")):
+            yield f"{layer}.{event}"
+        elif lanes.get(event) == COMPUTE:
+            yield f"{layer}.{event}.bwd"
 
 
 def _adds_up(reduction: Task, layers: Sequence[RegionSchedule]) -> list[str]:
@@ -83,14 +134,6 @@ def _adds_up(reduction: Task, layers: Sequence[RegionSchedule]) -> list[str]:
         return []
     number = reduction.layer
     return [f"{number}.{role}" for role in layers[number].tasks.gradients_of(reduction.lane)]
-
-
-def _differentiable(graph: TaskGraph) -> TaskGraph:
-    """Without what has no gradient: the counts, and what the host reads of them."""
-    kept = [t for t in graph if t.lane != HOST and t.role.partition(".")[0] != _COUNTS]
-    names = {task.name for task in kept}
-    needs = {name: [p for p in graph.needs.get(name, ()) if p in names] for name in names}
-    return TaskGraph(kept, needs)
 
 
 def _estimate(graph: TaskGraph, order: Sequence[str], machine: Machine | None) -> Estimate:
@@ -105,15 +148,8 @@ def _estimate(graph: TaskGraph, order: Sequence[str], machine: Machine | None) -
 
 def collective_behind(layers: Sequence[RegionSchedule]) -> dict[int, str]:
     """For each layer whose tasks wait for something that arrives: the task of the layer before that started it."""
-    found: dict[int, str] = {}
-    for layer, region in enumerate(layers):
-        if layer and f"0.{_ARRIVAL}" in region.graph:
-            before = layers[layer - 1]
-            own = {t.name for t in before.graph if t.layer == before.tasks.copy}
-            found[layer] = next(
-                before.graph[name].role
-                for name in sorted(own)
-                if before.graph[name].is_collective
-                and not any(c in own for c in before.graph.consumers(name))
-            )
-    return found
+    return {
+        layer: next(iter(layers[layer - 1].tasks.leaving))
+        for layer, region in enumerate(layers)
+        if layer and f"0.{ARRIVAL}" in region.graph
+    }

@@ -1,6 +1,7 @@
 """Who watches a step of a rewired model, and notes when each task and each collective began and ended.
 
-    tasks        forward, the nodes of a region that belong to one task; backward, the autograd nodes that they made
+    tasks        forward, the nodes of a region that belong to one task; backward, the autograd nodes that they made, or
+                 what the region itself says, where its backward has an order of its own
     collectives  from the issue until the result is there. On a GPU the end is read in a stream that does nothing else
 
 On a CPU times are those of the work. On a GPU they are those of the stream that the work is enqueued in, with what the
@@ -10,21 +11,19 @@ stream waits for its host between two kernels; tasks of the host are timed on th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fxskip.collectives.measuring import Place
-from fxskip.schedule.gradient_sums import GRADIENT_LANES
+from fxskip.collectives.measuring import Part, Place, Sent
 from fxskip.schedule.order_region import RegionSchedule
 from fxskip.schedule.tasks import COMPUTE, HOST
 from fxskip.tracing.clocks import Clock, Mark, finish
 from fxskip.tracing.records import Flight, Phase, StepRecord, Task
 
-_REVERSE = "gradient of "
 _ACCUMULATION = "AccumulateGrad"
 
 
@@ -41,10 +40,10 @@ class _Open:
 class _FlightWatch:
     """Of one collective."""
 
-    def __init__(self, recorder: Recorder, name: str) -> None:
+    def __init__(self, recorder: Recorder, sent: Sent) -> None:
         self.recorder = recorder
-        self.name, self.phase = name, recorder.phase
-        self.place = recorder.place_of(name)
+        self.phase = recorder.phase
+        self.place = recorder.place_of(sent)
         self.bytes = 0
         self.called = recorder.clock.mark()
         self.start: Mark | None = None
@@ -60,7 +59,7 @@ class _FlightWatch:
         self.start = recorder.clock.mark()
         recorder.flights.append(self)
         if buffer.is_cuda:
-            with torch.cuda.stream(recorder.side_stream()):
+            with torch.cuda.stream(recorder.side_stream(self.place.lane)):
                 work.wait()
                 self.done = recorder.clock.mark()
         else:
@@ -100,9 +99,10 @@ class Recorder:
         self._tasks: list[_Open] = []
         self._place: Place | None = None
         """Of what runs: of the forward, or with another name of the backward or a recomputation."""
-        self._roles: dict[str, list[Place]] = {}
+        self._places: dict[int, Place] = {}
+        """Of the flights that were seen to start."""
         self._claimed: set[Any] = set()
-        self._side: torch.cuda.Stream | None = None
+        self._sides: dict[str, torch.cuda.Stream] = {}
         self._ends: dict[Phase, Mark] = {}
 
     # --- what `Watcher` asks for ---
@@ -114,9 +114,9 @@ class Recorder:
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 self._claim(tensor.grad_fn, None)
 
-    def enter(self, place: Place | None) -> None:
-        """End the task that runs, and begin that of `place`."""
-        self._switch(self._named(place))
+    def enter(self, place: Place | None, part: Part = "forward") -> None:
+        """End the task that runs, and begin that part of `place`."""
+        self._switch(place and (self._again(place) if part == "forward" else _part(place, part)))
 
     def made(self, place: Place | None, values: Any) -> None:
         """Claim the autograd nodes that the values newly have, to know their task when they run backward."""
@@ -130,16 +130,16 @@ class Recorder:
                 self._claim(node, place)
                 todo += [following for following, _ in node.next_functions]
 
-    def flight(self, name: str) -> _FlightWatch:
-        """Begin to watch the collective of that name."""
-        return _FlightWatch(self, name)
+    def flight(self, sent: Sent) -> _FlightWatch:
+        """Begin to watch that collective."""
+        return _FlightWatch(self, sent)
 
     # --- tasks ---
 
     def _claim(self, node: Any, place: Place | None) -> None:
         if node not in self._claimed:
             self._claimed.add(node)
-            backward = place and Place(place.layer, f"{place.role}.bwd", place.lane)
+            backward = place and _part(place, "bwd")
             node.register_prehook(lambda _: self._switch(backward))
 
     def _switch(self, place: Place | None) -> None:
@@ -153,39 +153,32 @@ class Recorder:
             now = self._mark(place)
             self._tasks.append(_Open(place, self.phase, now, now))
 
-    def _named(self, place: Place | None) -> Place | None:
+    def _again(self, place: Place) -> Place:
         """In a recomputation tasks run again, and are others."""
-        if place is None or self.phase == "forward":
-            return place
-        return Place(place.layer, f"{place.role}.again", place.lane)
+        return place if self.phase == "forward" else _part(place, "again")
 
     def _mark(self, place: Place) -> Mark:
         return self.clock.host_mark() if place.lane == HOST else self.clock.mark()
 
     # --- collectives ---
 
-    def place_of(self, name: str) -> Place:
-        """Where a collective belongs: forward, the task that runs; its reverse, the last one of its name."""
-        if any(f" ({lane}) of " in name for lane in GRADIENT_LANES):  # whatever runs meanwhile
-            return _by_name(name)
-        known = self._roles.setdefault(name.removeprefix(_REVERSE), [])
-        if name.startswith(_REVERSE):
-            place = known.pop() if known else _by_name(name.removeprefix(_REVERSE))
-            return Place(place.layer, f"{place.role}.bwd", place.lane)
+    def place_of(self, sent: Sent) -> Place:
+        """Where a collective belongs: the task that runs, if it is one that sends; a reverse to what it reverses."""
+        if sent.flight is None:  # whatever runs meanwhile
+            return sent.place
+        if sent.is_reverse:
+            return _part(self._places.get(sent.flight, sent.place), "bwd")
         here = self._place
         if here is not None and not _is_timed(here):  # it has its number there, and ".again"
-            known.append(here)
-            return here
-        known.append(_by_name(name))
-        found = self._named(known[-1])
-        assert found is not None
-        return found
+            return self._places.setdefault(sent.flight, here)
+        return self._again(self._places.setdefault(sent.flight, sent.place))
 
-    def side_stream(self) -> torch.cuda.Stream:
-        """A stream in which nothing but ends of collectives is noted."""
-        if self._side is None:
-            self._side = torch.cuda.Stream(self.clock.device)
-        return self._side
+    def side_stream(self, lane: str) -> torch.cuda.Stream:
+        """A stream in which nothing but ends of that lane's collectives is noted: it waits for each in turn, and one of
+        another lane may end before."""
+        if lane not in self._sides:
+            self._sides[lane] = torch.cuda.Stream(self.clock.device)
+        return self._sides[lane]
 
     # --- the end ---
 
@@ -217,8 +210,5 @@ def _is_timed(place: Place) -> bool:
     return place.lane in (COMPUTE, HOST)
 
 
-def _by_name(name: str) -> Place:
-    """Role, lane and layer as the names of collectives have them: "reduce (tensor) of decoder layer 3"."""
-    what, _, layer = name.rpartition(" of decoder layer ")
-    kind, _, axis = what.removesuffix(")").partition(" (")
-    return Place(int(layer), {"expert counts": "counts"}.get(kind, kind), axis or "expert")
+def _part(place: Place, ending: str) -> Place:
+    return replace(place, role=f"{place.role}.{ending}")

@@ -14,7 +14,8 @@ class Task:
 
     layer: int
     role: str
-    """As in the schedule; with ".bwd" its backward, with ".again" its recomputation."""
+    """As in the schedule; with ".bwd" its backward (".dgrad" and ".wgrad" where weight gradients are split off), with
+    ".again" its recomputation."""
     lane: str
     """"compute" or "host"."""
     phase: Phase

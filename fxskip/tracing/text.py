@@ -58,7 +58,8 @@ def notes(timeline: Timeline) -> str:
     if not timeline.estimated:
         return f"runtime mode {about.mode}: collectives wait where they start, and nothing was scheduled"
     waits = "" if about.mode == "scheduled" else "; each collective waits where it starts"
-    return f"runtime mode {about.mode}, {about.exchange} by {about.transport}{waits}"
+    order = "" if about.backward == "mirrored" else f", schedule.backward: {about.backward}"
+    return f"runtime mode {about.mode}, {about.exchange} by {about.transport}{order}{waits}"
 
 
 def _table(timeline: Timeline) -> Iterator[str]:

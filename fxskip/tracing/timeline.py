@@ -35,6 +35,8 @@ class About:
     """What moves the rows; "" in one process."""
     choice: TransportChoice | None
     """Why that does; None in one process."""
+    backward: str
+    """"explicit" where layers have an order of their own for it, else "mirrored"."""
     gradients: bool
     why_no_gradients: str
     """"" where there are."""

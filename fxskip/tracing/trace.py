@@ -74,6 +74,7 @@ def trace(
         parallel.exchange if parallel is not None else "",
         parallel.transport if parallel is not None else "",
         layers[0].fxskip_transport if parallel is not None else None,  # type: ignore[arg-type]
+        "explicit" if any(one.backward is not None for one in scheduled) else "mirrored",
         stepper.gradients,
         why_no_gradients,
         _key(model, batch, device),
@@ -157,7 +158,8 @@ def _roles(layers: list[RegionSchedule], sums: list[Task]) -> dict[str, str | No
     """Of all tasks that a table of costs is to have; empty where no layer was scheduled."""
     if not layers:
         return {}
-    roles: dict[str, str | None] = {task.role: None for region in layers for task in region.graph}
+    graphs = [graph for region in layers for graph in (region.graph, region.gradients)]
+    roles: dict[str, str | None] = {task.role: None for graph in graphs for task in graph}
     roles |= {task.role: None for task in sums}
     behind = collective_behind(layers)
     return roles | ({"arrival": next(iter(behind.values()))} if behind else {})

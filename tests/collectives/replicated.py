@@ -42,22 +42,25 @@ def outcome(student: nn.Module, seed: int = 0) -> Outcome:
     )
 
 
-def spread(original: nn.Module, preset: str, parallel: dict[str, Any], mode: str) -> nn.Module:
+def spread(
+    original: nn.Module, preset: str, parallel: dict[str, Any], mode: str, **sections: Any
+) -> nn.Module:
     """The student on all ranks."""
-    spec = {"fxskip": 1, "preset": preset, "parallel": parallel, "runtime": {"mode": mode}}
+    spec = {"fxskip": 1, "preset": preset, "parallel": parallel, "runtime": {"mode": mode}, **sections}
     return fxskip.transform(original, spec)
 
 
 def assert_equal_to_one_process(
     kind: str, preset: str, parallel: dict[str, Any], modes: tuple[str, ...] = MODES, **overrides: Any
 ) -> None:
-    """The modes give the same bits, and what one process gives to rounding."""
+    """The modes give the same bits, an explicit backward too, and what one process gives to rounding."""
     original = model(kind, **overrides)
     want = outcome(fxskip.transform(original, preset))
-    found = {mode: outcome(spread(original, preset, parallel, mode)) for mode in modes}
-    assert_rounding_only(found[modes[0]], want)
-    for mode in modes[1:]:
-        assert_same_bits(found[modes[0]], found[mode])
+    first, *others = [outcome(spread(original, preset, parallel, mode)) for mode in modes]
+    assert_rounding_only(first, want)
+    explicit = {"schedule": {"backward": "explicit"}}
+    for other in (*others, outcome(spread(original, preset, parallel, "scheduled", **explicit))):
+        assert_same_bits(first, other)
 
 
 def assert_rounding_only(got: Outcome, want: Outcome) -> None:

@@ -16,7 +16,7 @@ import fxskip
 from fxskip.backward.region_call import RegionCall
 from fxskip.collectives.in_flight import Flight
 from fxskip.collectives.landing import poisoned_buffers, under_way
-from fxskip.collectives.measuring import watched_by
+from fxskip.collectives.measuring import Part, Place, Sent, watched_by
 from fxskip.schedule import order_region
 from tests.collectives.spreads import (
     Outcome,
@@ -165,13 +165,44 @@ def other_parameters(rank: int, folder: Path) -> None:
     assert under_way() == []
 
 
+class Told:
+    """A watcher that writes down what it is told of tasks: the layer, and what a trace would call the task."""
+
+    def __init__(self) -> None:
+        self.entered: list[tuple[int, str] | None] = []
+
+    def enter_region(self, layer: int, schedule: Any, inputs: Any) -> None:
+        assert schedule.backward is not None
+
+    def enter(self, place: Place | None, part: Part = "forward") -> None:
+        self.entered.append(place and (place.layer, f"{place.role}.{part}"))
+
+    def flight(self, sent: Sent) -> Mock:
+        return Mock()
+
+
 def watched(rank: int, folder: Path) -> None:
-    """A trace would show another backward than the one that runs."""
-    with (
-        watched_by(Mock()),
-        pytest.raises(fxskip.PassError, match=r"trace the model with schedule: \{backward: mirrored\}"),
-    ):
-        step(in_mode(student(), "scheduled"), own_batch(rank))
+    """Whoever watches is told of each task, forward in the order of the steps and backward in that of the events, and
+    gets the same bits; of steps that wait, that nothing measured runs."""
+    order_region._FOUND.clear()
+    twin, inputs, told = in_mode(student(), "scheduled"), own_batch(rank), Told()
+    with watched_by(told):
+        found = step(twin, inputs)
+    assert_same_bits(found, step(in_mode(student(), "reference"), inputs))
+    entered = [one for one in told.entered if one is not None]
+    forward = [one for one in entered if one[1].endswith(".forward")]
+    assert entered[: len(forward)] == forward and None in told.entered
+    want = []
+    for layer, events in reversed(list(enumerate(plans()))):
+        tasks = [event for event in events if not event.endswith(".wait")]
+        want += [(layer, e if e.endswith("grad") else f"{e}.bwd") for e in tasks]
+    backward = entered[len(forward) :]
+    assert backward == [one for one in want if one in backward]
+    silent = {name.split(".")[0] for _, name in set(want) - set(backward)}
+    assert silent <= {"counts", "routing", "stream"}  # indices, and sums that no gradient comes back to
+    assert {name.removesuffix(".forward") for layer, name in forward if layer == 1} >= {
+        name.rpartition(".")[0] for layer, name in backward if layer == 1
+    }
 
 
 def beside_ddp(rank: int, folder: Path) -> None:
@@ -235,10 +266,12 @@ def checkpointed(module: nn.Module, rank: int) -> Tensor:
     return found
 
 
-def assert_as_reference(loop: Callable[[nn.Module, int], Tensor], rank: int, **options: str) -> None:
+def assert_as_reference(
+    loop: Callable[[nn.Module, int], Tensor], rank: int, of: nn.Module | None = None, **options: str
+) -> None:
     found = []
     for mode in ("reference", "scheduled"):
-        twin = in_mode(student(**options), mode)
+        twin = in_mode(student(**options) if of is None else of, mode)
         torch.manual_seed(5)
         with poisoned_buffers():
             result = loop(twin, rank)
@@ -276,24 +309,52 @@ def every_preset(kind: str, rank: int, folder: Path) -> None:
 
 
 def sums_over_ranks(rank: int, folder: Path) -> None:
-    original = model("qwen2_moe", layers=2)
-    for parallel in ({"tensor": {"size": 2}}, {"expert": {"size": 2, "exchange": "all_reduce"}}):
-        with pytest.raises(
-            fxskip.PassError, match=r"schedule\.backward: explicit together with parallel\.tensor"
-        ):
-            spread(original, parallel=parallel, schedule=EXPLICIT)
+    """Sums of gradients are issued where all readers have given theirs, and weight gradients run under them."""
+    original, inputs = model("qwen2_moe", layers=2), own_batch(0)
+    tensor, expert = {"tensor": {"size": 2}}, {"expert": {"size": 2, "exchange": "all_reduce"}}
+    for parallel in (tensor, expert, tensor | expert):
+        order_region._FOUND.clear()
+        twin = spread(original, "identity", parallel=parallel, schedule=EXPLICIT)
+        with logged() as log:
+            found = step(twin, inputs, use_cache=False)
+        orders = plans()
+        first, last = orders[0], orders[-1]  # one order, where nothing crosses the border
+        assert [name for kind, name in log if kind == "event"] == [*last, *first]
+        for mode in ("reference", "eager_wait"):
+            assert_same_bits(found, step(in_mode(twin, mode), inputs, use_cache=False))
+        sums = {name for kind, name in log if kind == "issue" and name.startswith("enter")}
+        assert sums
+        under = [log[log.index(("issue", name)) : log.index(("wait", name))] for name in sums]
+        assert any(event.endswith(".wgrad") for flight in under for _, event in flight)
+
+
+def loops_with_sums(rank: int, folder: Path) -> None:
+    expert = {"expert": {"size": 2, "exchange": "all_reduce"}, "tensor": {"size": 2}}
+    twin = spread(model("qwen2_moe", layers=2), parallel=expert, schedule=EXPLICIT)
+    for loop in (two_live_forwards, accumulation, autocast, checkpointed):
+        assert_as_reference(loop, 0, of=twin)
+    recomputing = spread(
+        model("qwen2_moe", layers=2), parallel=expert, schedule=EXPLICIT, runtime={"recompute": "selective"}
+    )
+    assert_as_reference(two_live_forwards, 0, of=recomputing)
 
 
 @pytest.mark.distributed
 def test_two_processes(tmp_path: Path) -> None:
-    run_on_ranks((the_planned_order,), tmp_path, limit_s=240)
+    run_on_ranks((the_planned_order, watched), tmp_path, limit_s=240)
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_errors(tmp_path: Path) -> None:
-    checks = (an_error_in_forward, an_error_in_backward, other_parameters, watched, sums_over_ranks)
+    checks = (an_error_in_forward, an_error_in_backward, other_parameters)
     run_on_ranks(checks, tmp_path, limit_s=560)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_sums_over_ranks(tmp_path: Path) -> None:
+    run_on_ranks((sums_over_ranks, loops_with_sums), tmp_path, limit_s=580)
 
 
 @pytest.mark.distributed

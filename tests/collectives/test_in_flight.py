@@ -13,6 +13,7 @@ import fxskip
 from fxskip.collectives import failures
 from fxskip.collectives.in_flight import Flight, start, wait
 from fxskip.collectives.landing import Issued, drain, poisoned_buffers, under_way
+from fxskip.collectives.measuring import Place, Sent
 
 
 class Arrival:
@@ -51,6 +52,10 @@ class Doubling:
         return Issued(buffer, Arrival(buffer, result, self.waits, self.error), result)
 
 
+def flight_of(name: str, collective: Doubling, *, at_once: bool = False) -> Flight:
+    return Flight(Sent(name, Place(0, "test", "expert")), collective, at_once=at_once)
+
+
 @pytest.fixture(autouse=True)
 def group(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
@@ -61,7 +66,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 def test_forward_and_backward() -> None:
     x = torch.arange(4.0, requires_grad=True)
-    flight = Flight("test", Doubling(waits=3))
+    flight = flight_of("test", Doubling(waits=3))
     with poisoned_buffers():
         buffer = start(x, flight)
         assert bool(buffer.isnan().all()) and under_way() == ["test"]
@@ -72,14 +77,14 @@ def test_forward_and_backward() -> None:
 
 
 def test_a_start_that_waits_at_once() -> None:
-    flight = Flight("test", Doubling(), at_once=True)
+    flight = flight_of("test", Doubling(), at_once=True)
     with poisoned_buffers():
         assert torch.equal(start(torch.ones(2), flight), torch.full((2,), 2.0))
     assert under_way() == []
 
 
 def test_another_tensor_than_the_buffer_is_refused() -> None:
-    flight = Flight("combine of decoder layer 3", Doubling())
+    flight = flight_of("combine of decoder layer 3", Doubling())
     buffer = start(torch.ones(2), flight)
     with pytest.raises(fxskip.PassError, match="combine of decoder layer 3: another tensor arrived"):
         wait(buffer.clone(), flight)
@@ -90,7 +95,7 @@ def test_another_tensor_than_the_buffer_is_refused() -> None:
 
 def test_a_gradient_that_somebody_changed_is_refused() -> None:
     x = torch.ones(2, requires_grad=True)
-    flight = Flight("dispatch of decoder layer 1", Doubling())
+    flight = flight_of("dispatch of decoder layer 1", Doubling())
     buffer = start(x, flight)
     buffer.register_hook(lambda gradient: gradient * 2)
     with (
@@ -103,7 +108,7 @@ def test_a_gradient_that_somebody_changed_is_refused() -> None:
 
 def test_second_derivatives_are_refused() -> None:
     x = torch.ones(2, requires_grad=True)
-    flight = Flight("test", Doubling())
+    flight = flight_of("test", Doubling())
     loss = wait(start(x * x, flight), flight).pow(2).sum()
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -111,25 +116,25 @@ def test_second_derivatives_are_refused() -> None:
 
 
 def test_a_transport_that_fails_names_the_flight() -> None:
-    flight = Flight("combine of decoder layer 2", Doubling(error="Connection closed by peer"))
+    flight = flight_of("combine of decoder layer 2", Doubling(error="Connection closed by peer"))
     buffer = start(torch.ones(2), flight)
     said = "combine of decoder layer 2: the transport gave up: Connection closed by peer"
     with pytest.raises(fxskip.CollectiveError, match=said):
         wait(buffer, flight)
     with pytest.raises(fxskip.CollectiveError, match=said):  # the group stays broken
-        start(torch.ones(2), Flight("dispatch of decoder layer 0", Doubling()))
+        start(torch.ones(2), flight_of("dispatch of decoder layer 0", Doubling()))
 
 
 def test_an_error_before_a_pass_has_exchanged_anything_is_forgotten() -> None:
     failures.begin_pass()
     failures.tell(ValueError("wrong argument"), "decoder layer 0")
-    flight = Flight("test", Doubling())
+    flight = flight_of("test", Doubling())
     assert torch.equal(wait(start(torch.ones(2), flight), flight), torch.full((2,), 2.0))
     assert not failures._said_by_others(failures._member(dist.group.WORLD))
 
 
 def test_drain_lands_what_is_under_way() -> None:
-    flights = [Flight(f"flight {number}", Doubling()) for number in range(2)]
+    flights = [flight_of(f"flight {number}", Doubling()) for number in range(2)]
     buffers = [start(torch.ones(2), flight) for flight in flights]
     assert drain() == ["flight 0", "flight 1"] and under_way() == []
     assert torch.equal(wait(buffers[1], flights[1]), torch.full((2,), 2.0))

@@ -10,7 +10,7 @@ from fxskip import leaves
 from fxskip.analysis import Analysis
 from fxskip.collectives.border import _TAILS, Tail, leave_pending
 from fxskip.ir import with_streams
-from fxskip.parallel import ExpertStack, RegionParallel
+from fxskip.parallel import Exchange, ExpertStack, RegionParallel
 from fxskip.passes.defer import arrive, defer
 from fxskip.passes.dependencies import Unit, units
 from fxskip.passes.order_gradients import order_gradients
@@ -35,7 +35,15 @@ class Drawn:
         return units(self.graph)
 
 
-def region(model_type: str, spec: str, layer: int = 2, *, transport: str = "gloo", scale: int = 1) -> Drawn:
+def region(
+    model_type: str,
+    spec: str,
+    layer: int = 2,
+    *,
+    transport: str = "gloo",
+    scale: int = 1,
+    exchange: Exchange = "all_to_all",
+) -> Drawn:
     """The region of one layer of a model of four, between layers of its kind. `scale`: of the experts' size."""
     model = tiny(model_type, layers=4)
     decoder_layer = model.model.layers[layer]
@@ -48,7 +56,7 @@ def region(model_type: str, spec: str, layer: int = 2, *, transport: str = "gloo
     number = len(stack)
     each = scale * sum(p.numel() for p in experts.parameters()) // number
     parallel = RegionParallel(
-        (ExpertStack(path, number, each),), 2, "scheduled", True, Schedule(), "h200", transport
+        (ExpertStack(path, number, each),), 2, "scheduled", True, Schedule(), "h200", transport, exchange
     )  # type: ignore[arg-type]
     graph = with_streams(analysis.layers[layer].graph, len(wiring.inputs), len(wiring.outputs))
     graph = split_collectives(shard(wired(graph, wiring), parallel), "scheduled")

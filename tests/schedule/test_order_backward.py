@@ -71,6 +71,19 @@ def test_weight_gradients_hide_the_reverse_exchanges() -> None:
     assert any(event.endswith(".wgrad") for event in between)
 
 
+def test_weight_gradients_hide_sums_of_gradients() -> None:
+    """Sums are issued where the forward waits, in the opposite order; a sum of values has nothing to send back."""
+    one = region("deepseek_v2", "identity", scale=1000, exchange="all_reduce")
+    tasks = region_tasks(one.units, _costs(one.units, one.parallel), repeats=True)
+    events = order_backward(tasks, one.parallel, split(tasks)).events
+    at = events.index
+    assert "reduce.wait" not in events and "arrival.wait" not in events
+    for role in ("enter", "enter.2"):
+        assert at(f"{role}.wait") < at(role)
+    under = events[at("enter.wait") : at("enter")] + events[at("enter.2.wait") : at("enter.2")]
+    assert any(event.endswith(".wgrad") for event in under)
+
+
 def test_the_result_is_the_same_in_every_run() -> None:
     one, tasks = drawn("farskip")
     again = order_backward(tasks, one.parallel, split(tasks))

@@ -5,16 +5,18 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 from fxskip.analysis import Analysis
 from fxskip.errors import PassError, ScheduleError
-from fxskip.ir import is_matrix_product
+from fxskip.ir import is_matrix_product, value
 from fxskip.passes.place import place
-from fxskip.passes.split_collectives import is_start, is_wait
+from fxskip.passes.split_collectives import flight_kind, is_start, is_wait
 from fxskip.passes.verify_flights import flight_plan, verify_flights
+from fxskip.schedule.hardware import load_hardware
 from fxskip.schedule.order_region import _costs, order_region, schedules_of
-from fxskip.schedule.region_tasks import RegionTasks, region_tasks
+from fxskip.schedule.region_tasks import TASK, WAITS_FOR, RegionTasks, region_tasks
 from fxskip.schedule.solve_region import region_schedule
 from fxskip.schedule.tasks import HOST
 from fxskip.spec import Schedule
@@ -67,6 +69,66 @@ def test_stock_connectivity_reads_it_at_home() -> None:
     tasks = tasks_of(one)
     assert one.arriving is not None  # it may cross as well; attention then waits for it first of all
     assert {tasks.graph[name].layer for name in tasks.graph.consumers("1.combine")} == {2}
+
+
+@pytest.mark.parametrize("spec", ["farskip", "identity"])
+def test_sums_of_gradients_are_collectives_of_the_backward_alone(spec: str) -> None:
+    """Two values enter what only this rank's experts do, hidden states and routing weights; one is added up."""
+    one = drawn("deepseek_v2", spec, exchange="all_reduce")
+    tasks = tasks_of(one)
+    forward = {t.role: t for t in tasks.graph if t.layer == tasks.copy}
+    gradients = {t.role: t for t in tasks.gradients if t.layer == tasks.copy}
+    assert {r for r, t in forward.items() if t.is_collective} == {"reduce"}
+    assert {r for r, t in gradients.items() if t.is_collective} == {"enter", "enter.2"}
+    assert gradients["reduce"].lane == "compute" and not gradients["reduce"].has_weights
+    assert {tasks.lanes[r] for r in ("reduce", "enter", "enter.2")} == {"expert"}
+    starts = [n for n in one.graph.nodes if is_start(n) and flight_kind(n)[0] == "enter"]
+    assert len(starts) == 2
+    h200 = load_hardware("h200")
+    for task, start in zip((gradients["enter"], gradients["enter.2"]), starts, strict=True):
+        sent = n_bytes = (
+            value(start).numel() * value(start).element_size()
+        )  # a ring of two sends half of it twice
+        assert task.bytes_in_flight == n_bytes
+        assert task.cost_us == pytest.approx(
+            1e6 * (sent / h200.domain.bytes_per_s(2) + h200.collective_start_s.value)
+        )
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_reduce"])
+def test_gradients_come_back_through_all_that_computes(exchange: str) -> None:
+    """And through nothing that the host or the counts do."""
+    tasks = tasks_of(drawn("deepseek_v2", "farskip", exchange=exchange))
+    sums = set(tasks.sums_back)
+    computing = {
+        t.role
+        for t in tasks.graph
+        if t.lane == "compute" and not sums.issuperset(n for u in tasks.roles[t.role] for n in u.nodes)
+    }
+    assert computing <= {t.role for t in tasks.gradients}
+    assert not {"counts", "routing"} & {t.role for t in tasks.gradients}
+    assert set(tasks.gradients_of("data")) == computing
+    experts = tasks.gradients_of("expert_data")
+    assert len(experts) == 1
+    producers = {tasks.gradients[p].role for p in tasks.gradients.producers(f"{tasks.copy}.{experts[0]}")}
+    assert ("dispatch" if exchange == "all_to_all" else "moe2.") in " ".join(producers)
+
+
+def test_no_task_stands_on_both_sides_of_a_sum_of_gradients() -> None:
+    """Its steps forward and backward would depend on each other in a circle."""
+    one = drawn("deepseek_v2", "farskip", exchange="all_reduce")
+    graph = ordered(one, "sums")
+    steps = nx.DiGraph()
+    step = {n: n.meta.get(WAITS_FOR, n.meta.get(TASK, ("",))[0]) for n in graph.nodes}
+    named = {n: f"{s}.wait" if WAITS_FOR in n.meta else s for n, s in step.items()}
+    for node in graph.nodes:
+        steps.add_edges_from(
+            (named[a], named[node])
+            for a in node.all_input_nodes
+            if named[a] and named[node] and named[a] != named[node]
+        )
+    assert {"enter", "enter.wait", "enter.2", "enter.2.wait", "reduce"} <= set(steps)
+    assert nx.is_directed_acyclic_graph(steps)
 
 
 def test_work_stands_between_start_and_wait() -> None:

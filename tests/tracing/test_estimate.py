@@ -8,12 +8,13 @@ import pytest
 from fxskip.parallel import RegionParallel
 from fxskip.schedule.gradient_sums import GradientSum
 from fxskip.schedule.machine import Contention, Machine
+from fxskip.schedule.order_backward import order_backward
 from fxskip.schedule.order_region import RegionSchedule, _costs
 from fxskip.schedule.region_tasks import RegionTasks, region_tasks
 from fxskip.schedule.simulate import simulate
 from fxskip.schedule.solve_region import region_schedule
 from fxskip.schedule.tasks import DATA, EXPERT_DATA
-from fxskip.tracing.estimate import collective_behind, estimated, whole_model
+from fxskip.tracing.estimate import collective_behind, estimated, forward_order, whole_model
 from tests.schedule.regions import region
 
 LAYERS = 4
@@ -27,13 +28,13 @@ def layer(spec: str) -> RegionSchedule:
 
 
 def scheduled(tasks: RegionTasks, parallel: RegionParallel) -> RegionSchedule:
-    return RegionSchedule("test", tasks, tasks.graph, None, region_schedule(tasks, parallel))
+    return RegionSchedule("test", tasks, tasks.graph, tasks.gradients, None, region_schedule(tasks, parallel))
 
 
 @pytest.mark.parametrize("spec", ["farskip", "identity"])
 def test_it_is_sound_and_has_each_layer_once(spec):
     layers = [layer(spec)] * LAYERS
-    graph, order = whole_model(layers)
+    graph, order = whole_model(layers), forward_order(layers)
     roles = set(layers[0].tasks.roles)
     assert sorted(order) == sorted(f"{number}.{role}" for number in range(LAYERS) for role in roles)
     assert [name.partition(".")[0] for name in order] == sorted(name.partition(".")[0] for name in order)
@@ -52,7 +53,7 @@ def test_contention_is_in_the_figures():
 
 
 def test_a_combine_in_flight_is_waited_for_in_the_next_layer():
-    graph, _ = whole_model([layer("farskip")] * LAYERS)
+    graph = whole_model([layer("farskip")] * LAYERS)
     for number in range(LAYERS - 1):
         readers = graph.consumers(f"{number}.combine")
         assert readers and {graph[name].layer for name in readers} == {number + 1}
@@ -71,12 +72,49 @@ def test_compute_adds_up():
 
 
 def test_the_backward_is_the_mirror_image_without_counts():
+    """A reverse exchange starts when its gradient is there: where the forward one was waited for."""
     found = estimated([layer("farskip")] * LAYERS, backward=True)
     forward = list(found["forward"].schedule.order)
-    mirrored = [name.removesuffix(".bwd") for name in reversed(found["backward"].schedule.order)]
-    without = [n for n in forward if n.partition(".")[2] not in ("counts", "routing")]
-    assert mirrored == without
-    assert len(without) == len(forward) - 2 * LAYERS
+    backward = found["backward"].schedule
+    mirrored = [name.removesuffix(".bwd") for name in reversed(backward.order)]
+    left = [n for n in forward if n.partition(".")[2] not in ("counts", "routing")]
+    exchanges = {n for n in left if n.partition(".")[2] in ("dispatch", "combine")}
+    assert [n for n in mirrored if n not in exchanges] == [n for n in left if n not in exchanges]
+    assert sorted(mirrored) == sorted(left) and len(left) == len(forward) - 2 * LAYERS
+    readers = {one.name: one for one in found["forward"].schedule.collectives}
+    for one in backward.collectives:
+        reader = readers[one.name.removesuffix(".bwd")].waited_by
+        assert reader is None or one.issued_after == f"{reader}.bwd"
+
+
+def explicit(tasks: RegionTasks, parallel: RegionParallel) -> RegionSchedule:
+    """A layer's, with an order of its backward."""
+    split = {task.role for task in tasks.graph if task.has_weights}
+    return replace(scheduled(tasks, parallel), backward=order_backward(tasks, parallel, split))
+
+
+def test_an_explicit_backward_is_that_of_the_layers():
+    """In the order of their events; what a layer issues for the one before it stands among its own tasks."""
+    one = region("deepseek_v2", "farskip")
+    tasks = region_tasks(one.units, _costs(one.units, one.parallel), repeats=True)
+    own = explicit(tasks, one.parallel)
+    assert own.backward is not None
+    found = estimated([own] * LAYERS, backward=True)["backward"].schedule
+    issued = [name for name in found.order if name.startswith("1.") or name == "0.combine.bwd"]
+    want = {"dispatch.wait": "1.dispatch.bwd", "arrival.wait": "0.combine.bwd", "dispatch": "", "combine": ""}
+    wanted = [
+        want.get(event, f"1.{event}" if event.endswith("grad") else f"1.{event}.bwd")
+        for event in own.backward.events
+    ]
+    assert [n for n in issued if n != "1.combine.bwd"] == [n for n in wanted if n]
+    assert (
+        issued.index("1.combine.bwd") == 0
+        and found.at["1.combine.bwd"].start_us < found.at[issued[1]].start_us
+    )
+    assert any(name.endswith(".wgrad") for name in found.order)
+    mirrored = estimated([scheduled(tasks, one.parallel)] * LAYERS, backward=True)["backward"].schedule
+    compute = [sum(p.end_us - p.start_us for p in s.placed if p.lane == "compute") for s in (found, mirrored)]
+    assert compute[0] == pytest.approx(compute[1])
 
 
 def test_the_forward_alone():
@@ -91,7 +129,7 @@ def test_what_arrives_in_a_layer_of_another_kind():
     assert "0.arrival" in last.graph
     layers = [layer("farskip"), layer("farskip"), last]
     assert collective_behind(layers) == {2: "combine"}
-    graph, order = whole_model(layers)
+    graph, order = whole_model(layers), forward_order(layers)
     assert "2.arrival" not in order
     assert {graph[name].layer for name in graph.consumers("1.combine")} == {2}
 

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 
 import fxskip
-from fxskip.bench.overlap_model import Setting
+from fxskip.bench.overlap_model import WIRINGS, Setting
 from fxskip.bench.overlap_ranks import measure_pair
 from fxskip.collectives.landing import under_way
 from fxskip.collectives.measuring import routing_in_turn, sending_nothing, waiting_at_once
 from fxskip.schedule.cost_table import load_costs
 from fxskip.schedule.order_region import schedules_of
+from fxskip.tracing.records import StepRecord
 from fxskip.tracing.runs import ModeRuns
 from tests.collectives.spreads import assert_same_bits, deferring, model, own_batch, spread, step
 from tests.strict_html import StrictHtml
@@ -53,26 +54,30 @@ def everything_about_a_trace(rank: int, folder: Path) -> None:
 def assert_as_it_is(runs: ModeRuns, deferred: set[int]) -> None:
     assert len(runs.times) == len(runs.records) == 2
     for record in runs.records:
-        sent = {(f.layer, f.role, f.phase) for f in record.flights}
-        assert sent == {
-            (number, role, phase)
-            for number in range(1, LAYERS)  # layer 0 is dense
-            for role, phase in (
-                ("counts", "forward"), ("dispatch", "forward"), ("combine", "forward"),
-                ("combine.bwd", "backward"), ("dispatch.bwd", "backward"),
-            )
-        }  # fmt: skip
-        assert len(sent) == len(record.flights)
-        for flight in record.flights:
-            assert flight.wait_us is not None and flight.landed_us is not None
-            assert 0 <= flight.called_us <= flight.issued_us <= flight.done_us
-            assert flight.issued_us <= flight.wait_us <= flight.landed_us
-            assert flight.done_us <= flight.landed_us
-            if flight.role == "combine" and flight.layer in deferred:
-                later = [t.start_us for t in record.tasks if t.layer == flight.layer + 1]
-                own = [t.end_us for t in record.tasks if t.layer == flight.layer and t.phase == "forward"]
-                assert flight.landed_us > max(own) and later
+        assert_flights(record, deferred)
     assert deferred == {1}
+
+
+def assert_flights(record: StepRecord, deferred: set[int]) -> None:
+    sent = {(f.layer, f.role, f.phase) for f in record.flights}
+    assert sent == {
+        (number, role, phase)
+        for number in range(1, LAYERS)  # layer 0 is dense
+        for role, phase in (
+            ("counts", "forward"), ("dispatch", "forward"), ("combine", "forward"),
+            ("combine.bwd", "backward"), ("dispatch.bwd", "backward"),
+        )
+    }  # fmt: skip
+    assert len(sent) == len(record.flights)
+    for flight in record.flights:
+        assert flight.wait_us is not None and flight.landed_us is not None
+        assert 0 <= flight.called_us <= flight.issued_us <= flight.done_us
+        assert flight.issued_us <= flight.wait_us <= flight.landed_us
+        assert flight.done_us <= flight.landed_us
+        if flight.role == "combine" and flight.layer in deferred:
+            later = [t.start_us for t in record.tasks if t.layer == flight.layer + 1]
+            own = [t.end_us for t in record.tasks if t.layer == flight.layer and t.phase == "forward"]
+            assert flight.landed_us > max(own) and later
 
 
 def assert_blocking(runs: ModeRuns) -> None:
@@ -137,6 +142,67 @@ def assert_costs_can_be_used(path: Path, timeline: fxskip.Timeline, inputs: dict
     assert known <= set(table.costs_us)
 
 
+def explicit_backward(rank: int, folder: Path) -> None:
+    """Its tasks are those of the layers' own schedules, estimated and measured alike, in one order."""
+    student, inputs = spread(original(), schedule={"backward": "explicit"}), own_batch(rank)
+    timeline = fxskip.trace(student, inputs, steps=1)
+    assert under_way() == []
+    estimate = timeline.estimated["backward"].schedule
+    for runs in timeline.ranks:
+        (record,) = runs["as it is"].records
+        assert_flights(record, set(deferring(student)))
+        computed = [t for t in record.tasks if t.phase == "backward"]
+        ran = list(dict.fromkeys(task.name for task in computed))
+        assert len(ran) == len(computed)  # none in two pieces
+        known = {name: at for at, name in enumerate(n for n in estimate.order if n.endswith("grad"))}
+        order = [known[name] for name in ran if name.endswith("grad")]
+        assert order == sorted(known.values()) and len(order) > 8 * (LAYERS - 1)
+        flight = next(f for f in record.flights if f.name == "1.combine.bwd")
+        assert flight.landed_us is not None
+        beside = [t for t in computed if flight.issued_us <= t.start_us and t.end_us <= flight.landed_us]
+        assert any(task.name.startswith("2.") and task.name.endswith(".wgrad") for task in beside)
+        assert_blocking(runs["blocking"])
+    assert "schedule.backward: explicit" in str(timeline)
+
+
+def explicit_sums(rank: int, folder: Path) -> None:
+    """Sums of gradients are estimated and measured under one name, and their cost is used again."""
+    sums = {"parallel": {"expert": {"size": 2, "exchange": "all_reduce"}}}
+    sums["schedule"] = {"backward": "explicit"}
+    inputs = own_batch(0)
+    timeline = fxskip.trace(spread(original(), **sums), inputs, folder / "with_sums", steps=1)
+    want = {f"{n}.{role}.bwd" for n in range(1, LAYERS) for role in ("enter", "enter.2")}
+    for runs in timeline.ranks:
+        assert {f.name for f in runs["as it is"].records[0].flights if f.phase == "backward"} == want
+    assert {one.name for one in timeline.estimated["backward"].schedule.collectives} == want
+    assert {one.name for one in timeline.estimated["forward"].schedule.collectives} == {
+        f"{n}.reduce" for n in range(1, LAYERS)
+    }
+    dist.barrier()
+    path = folder / "with_sums" / "costs.json"
+    costs = load_costs(path).costs_us
+    sums["schedule"]["costs"] = str(path)
+    again = fxskip.trace(spread(original(), **sums), inputs, steps=1)
+    for one in again.estimated["backward"].schedule.collectives:
+        assert one.cost_us == pytest.approx(costs[one.name.partition(".")[2].removesuffix(".bwd")])
+
+
+def cut_both_ways(rank: int, folder: Path) -> None:
+    """With several sums in a layer, and one of them in flight across the border."""
+    parallel = {"expert": {"size": 2, "exchange": "all_reduce"}, "tensor": {"size": 2}}
+    inputs: dict[str, Any] = own_batch(0) | {"use_cache": False}
+    for backward in ("mirrored", "explicit"):
+        student = spread(model("qwen2_moe", layers=2), parallel=parallel, schedule={"backward": backward})
+        assert deferring(student)
+        timeline = fxskip.trace(student, inputs, steps=1)
+        for phase, estimate in timeline.estimated.items():
+            want = {one.name for one in estimate.schedule.collectives}
+            for runs in timeline.ranks:
+                sent = [f.name for f in runs["as it is"].records[0].flights if f.phase == phase]
+                assert set(sent) == want and len(sent) == len(want)
+        assert {"1.enter.bwd", "1.enter.4.bwd"} <= want
+
+
 def gradients_in_backward(rank: int, folder: Path) -> None:
     """Their all-reduces are shown, and costed by what was measured."""
     sums = {
@@ -195,7 +261,8 @@ def other_students(rank: int, folder: Path) -> None:
     replicated = fxskip.transform(original(), {"fxskip": 1, "preset": "farskip", **sums})
     timeline = fxskip.trace(replicated, same, steps=1)
     flights = timeline.ranks[0]["as it is"].records[0].flights
-    assert {(f.role, f.phase) for f in flights} == {("reduce", "forward"), ("enter.bwd", "backward")}
+    want = {("reduce", "forward"), ("enter.bwd", "backward"), ("enter.2.bwd", "backward")}
+    assert {(f.role, f.phase) for f in flights} == want
 
 
 def switches(rank: int, folder: Path) -> None:
@@ -228,7 +295,7 @@ def a_tiny_bench(rank: int, folder: Path) -> None:
         "routing in turn, zero data",
     }
     for condition in conditions:
-        for wiring in ("stock", "farskip"):
+        for wiring in WIRINGS:
             for mode in ("as it is", "blocking", "nothing sent"):
                 row = found[condition, wiring, mode]
                 samples = row["samples_ms"]
@@ -242,11 +309,15 @@ def a_tiny_bench(rank: int, folder: Path) -> None:
 
 @pytest.mark.distributed
 def test_on_two_ranks(tmp_path: Path) -> None:
-    checks = (everything_about_a_trace, switches)
+    checks = (everything_about_a_trace, switches, explicit_backward)
     run_on_ranks(checks, tmp_path, limit_s=240)
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_more_on_two_ranks(tmp_path: Path) -> None:
-    run_on_ranks((other_students, gradients_in_backward, a_tiny_bench), tmp_path, limit_s=560)
+    run_on_ranks(
+        (other_students, explicit_sums, cut_both_ways, gradients_in_backward, a_tiny_bench),
+        tmp_path,
+        limit_s=560,
+    )
