@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxskip.errors import PassError
 from fxskip.leaves import running_layer
+from fxskip.schedule.cost_table import TaskCosts
 from fxskip.schedule.gradient_sums import GradientSum
 from fxskip.schedule.hardware import Transport
 from fxskip.spec import Schedule
@@ -57,6 +58,8 @@ class RegionParallel:
     """Ranks that matrices are cut over, on the axis "tensor"."""
     gradients: tuple[GradientSum, ...] = ()
     """All-reduces of the layer's gradients in its backward pass, in the order in which they start."""
+    measured: TaskCosts | None = None
+    """What the table says that `schedule.costs` names; None where costs are estimated."""
 
 
 class Ranks:

@@ -55,9 +55,7 @@ def average_gradients(model: nn.Module, *, dense: bool = True) -> None:
                 stacklevel=2,
             )
     plan = gradient_plan("average_gradients", model, leave_out=done)
-    sent = [lane for lane in plan.lanes if lane.group is not None and (dense or lane.name == EXPERT_DATA)]
-    for agreement in [Agreement(plan, lane, "average_gradients") for lane in sent]:
-        agreement.require()
+    Agreement(plan, "average_gradients").require()
     for bucket in plan.buckets:
         if dense or bucket.lane.name == EXPERT_DATA:
             with torch.no_grad():

@@ -24,8 +24,10 @@ from fxskip.errors import PassError
 from fxskip.leaves import holds_experts, make_leaf
 from fxskip.parallel import EXPERT, TENSOR, ExpertStack, Ranks, RegionParallel
 from fxskip.runtime.gradients_in_backward import GradientsInBackward
+from fxskip.runtime.measured_costs import cost_key
 from fxskip.runtime.regions import Region
 from fxskip.runtime.same_everywhere import require_same_everywhere
+from fxskip.schedule.cost_table import CostTable, TaskCosts
 from fxskip.schedule.hardware import DEFAULT_HARDWARE, Transport, hardware_names, load_hardware
 from fxskip.spec import Runtime, Schedule, Spec
 
@@ -40,23 +42,38 @@ Plan = Mapping[str, Cut]
 """How the matrices of a layer are cut, by the paths of their modules in it."""
 
 
-def spread(
-    model: nn.Module, layers: Mapping[str, nn.Module], spec: Spec, mesh: DeviceMesh, plans: Mapping[str, Plan]
-) -> None:
-    """Keep this rank's experts and parts of matrices alone in each decoder layer, and have the layers exchange values.
-
-    plans   by the path of the layer; of use where the mesh has the axis "tensor"
-
-    Raises PassError where the processes do not hold the same model, and where experts or matrices cannot be cut.
-    """
+def refuse_spread(layers: Mapping[str, nn.Module]) -> None:
+    """Raise PassError where layers are spread over processes already."""
     if any(getattr(layer, "fxskip_parallel", None) is not None for layer in layers.values()):
         raise PassError(
             "parallelize",
             "the model is spread already",
             hint="parallelize(student) once, or transform with parallel:",
         )
+
+
+def spread(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    spec: Spec,
+    mesh: DeviceMesh,
+    plans: Mapping[str, Plan],
+    costs: CostTable | None,
+) -> None:
+    """Keep this rank's experts and parts of matrices alone in each decoder layer, and have the layers exchange values.
+
+    plans   by the path of the layer; of use where the mesh has the axis "tensor"
+    costs   measured ones; None where schedules are made by the roofline
+
+    Raises PassError where the processes do not hold the same model, and where experts or matrices cannot be cut,
+    ScheduleError where costs were measured for another student.
+    """
     require_same_everywhere(model, spec, mesh)
     axis, common = expert_axis(spec), _common(spec, mesh)
+    if costs is not None:
+        key = cost_key(model, layers, common, torch.device(mesh.device_type))
+        costs.require_fit(key, common.schedule.costs)
+        common = replace(common, measured=TaskCosts.of(costs))
     found = {path: expert_paths(layer) if axis else [] for path, layer in layers.items()}
     for path, layer in layers.items():
         for inner in found[path]:
@@ -84,13 +101,13 @@ def spread(
 def _average_in_backward(model: nn.Module, layers: Mapping[str, nn.Module], parallel: RegionParallel) -> None:
     gradients = GradientsInBackward(model)
     gradients.prepare(parallel)
-    if all(lane.group is None for lane in gradients.plan.lanes):
+    lanes = gradients.plan.lanes  # none where nothing trains yet
+    if lanes and all(lane.group is None for lane in lanes):
         raise PassError(
             "schedule.gradients: in_backward",
             "all processes have the same tokens, so their gradients are equal",
             hint="leave schedule.gradients out, or add processes with tokens of their own to the mesh",
         )
-    gradients.agree()
     for layer in layers.values():
         layer.fxskip_gradients = gradients  # type: ignore[assignment]
 

@@ -33,6 +33,7 @@ from fxskip.pipeline import parallelise, rewire
 from fxskip.runtime.gradients_in_backward import GradientsInBackward
 from fxskip.runtime.layer_cache import layer_caches, on_device, uses_one_part
 from fxskip.runtime.lowering import lowered
+from fxskip.runtime.measured_costs import warn_of_other_tokens
 from fxskip.runtime.observed import Observed
 from fxskip.runtime.recompute import recomputed, recomputes, reentrant_refusal
 from fxskip.runtime.same_everywhere import require_same_tokens
@@ -71,6 +72,10 @@ class Region(Swapped):
     fxskip_gradients: GradientsInBackward | None = None
     fxskip_compared: bool = False
     """Whether ranks with the same tokens have been seen to have them."""
+    fxskip_tokens: int = 0
+    """Of the first layer: of this rank in the last forward pass."""
+    fxskip_costs_fit: bool = False
+    """Whether the number of tokens of a training pass has been held against that of measured costs."""
 
     @_not_compiled_by_others
     def __call__(self, hidden_states: Tensor | Streams, *args: Any, **kwargs: Any) -> Any:
@@ -80,9 +85,13 @@ class Region(Swapped):
         try:
             if self.fxskip_layer == 0 and backward_pass() == -1:
                 begin_pass()
+                self._count_tokens(hidden_states)
                 self._compare_tokens(hidden_states)
                 if self.fxskip_gradients is not None and torch.is_grad_enabled():
                     self.fxskip_gradients.prepare(self.fxskip_parallel)
+                    self.fxskip_gradients.begin_to_agree()
+            if self.fxskip_gradients is not None:
+                self.fxskip_gradients.agree_before(self.fxskip_layer)
             return super().__call__(_entering(self, hidden_states), *args, **kwargs)
         except _StopRecomputationError:  # how torch's checkpoint ends a second run that has gone far enough
             drain()
@@ -136,9 +145,14 @@ class Region(Swapped):
             return
         axes = [TENSOR] if parallel.tensor_size > 1 else []
         axes += [parallel.expert_axis] if parallel.ranks > 1 and parallel.exchange == "all_reduce" else []
-        stream = hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states
-        require_same_tokens(stream, self.fxskip_ranks.mesh, axes)
+        require_same_tokens(_full_stream(hidden_states), self.fxskip_ranks.mesh, axes)
         self.fxskip_compared = True
+
+    def _count_tokens(self, hidden_states: Tensor | Streams) -> None:
+        self.fxskip_tokens = _full_stream(hidden_states).shape[:-1].numel()
+        if self.fxskip_parallel is not None and torch.is_grad_enabled() and not self.fxskip_costs_fit:
+            self.fxskip_costs_fit = True
+            warn_of_other_tokens(self.fxskip_tokens, self.fxskip_parallel)
 
     def _leave_nothing_in_flight(self, error: BaseException) -> None:
         """After an error: tell the other ranks, and wait for what is under way."""
@@ -212,6 +226,10 @@ def _build(
     rewired = fx.GraphModule(module, graph)
     run = lowered(lower, rewired, example_inputs)
     return run if lower != "none" else Observed(rewired, run, schedule)
+
+
+def _full_stream(hidden_states: Tensor | Streams) -> Tensor:
+    return hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states
 
 
 def _entering(layer: Region, hidden_states: Any) -> Any:
