@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxskip.collectives.all_reduce import sum_in_place
+from fxskip.collectives.all_reduce import reduce_in_place
 from fxskip.collectives.failures import join
 from fxskip.collectives.landing import Landing, launch
 from fxskip.errors import PassError
@@ -90,7 +90,7 @@ class Bucket:
                     own(parameter.grad).mul_(self.lane.share)
             return None
         return launch(
-            self.name, self.lane.group, partial(sum_in_place, group=self.lane.group), self._packed()
+            self.name, self.lane.group, partial(reduce_in_place, group=self.lane.group), self._packed()
         )
 
     def finish(self, landing: Landing | None) -> None:

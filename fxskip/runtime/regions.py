@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import _StopRecomputationError
 
 from fxskip.backward.explicit_region import explicit_region, has_flights, is_explicit
@@ -76,6 +77,14 @@ class Region(Swapped):
     """Of the first layer: of this rank in the last forward pass."""
     fxskip_costs_fit: bool = False
     """Whether the number of tokens of a training pass has been held against that of measured costs."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy. torch copies parameters without their gradients, but DTensors with them: a copy would add its
+        first gradients of experts to those of the original, and of nothing else."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for parameter in self.parameters():
+            if isinstance(parameter, DTensor):
+                parameter.grad = None
 
     @_not_compiled_by_others
     def __call__(self, hidden_states: Tensor | Streams, *args: Any, **kwargs: Any) -> Any:

@@ -355,6 +355,8 @@ def other_parameters_train(rank: int) -> None:
 def others_would_be_averaged(rank: int, folder: Path) -> None:
     """By call: what differs is named, with the ranks that have it, and what is in another order."""
     by_call = copies()[0]
+    with pytest.raises(fxskip.PassError, match="parallelize: the model is spread already"):
+        fxskip.parallelize(by_call)
     by_call.lm_head.requires_grad_(rank == 0)  # type: ignore[union-attr,operator]
     with pytest.raises(
         fxskip.CollectiveError, match="average_gradients: the processes train different"
