@@ -24,7 +24,7 @@ from fxskip.collectives.all_reduce import reduce_in_place
 from fxskip.collectives.failures import join
 from fxskip.collectives.landing import Landing, launch
 from fxskip.errors import PassError
-from fxskip.parallel import TENSOR, Ranks, RegionParallel
+from fxskip.parallel import TENSOR, LayerMesh, RegionParallel
 from fxskip.schedule.gradient_sums import EMBEDDING, HEAD, GradientSum
 from fxskip.schedule.tasks import DATA, EXPERT_DATA
 
@@ -189,7 +189,7 @@ def gradient_plan(
         )
     first = next(iter(layers.values()))
     parallel = parallel_of(first)
-    data, expert_data = _lanes(first.fxskip_ranks, parallel)  # type: ignore[arg-type]
+    data, expert_data = _lanes(first.fxskip_mesh, parallel)  # type: ignore[arg-type]
     if arrive_scaled:
         expert_data = replace(
             expert_data, share=1 / expert_data.ranks, arrival=expert_data.share * expert_data.ranks
@@ -212,7 +212,7 @@ def gradient_plan(
                 role = f"{where}{kind}" + (f".{number}" if number > 1 else "")
                 names, parameters = zip(*group, strict=True)
                 buckets.append(Bucket(layer, role, lane, parameters, names))
-    everyone, counts_reach = _everyone(first.fxskip_ranks, parallel)  # type: ignore[arg-type]
+    everyone, counts_reach = _everyone(first.fxskip_mesh, parallel)  # type: ignore[arg-type]
     device = next(model.parameters()).device
     return GradientPlan(tuple(buckets), parallel, experts, everyone, device, counts_reach)
 
@@ -239,27 +239,27 @@ def parallel_of(layer: nn.Module) -> RegionParallel:
     return found
 
 
-def _lanes(ranks: Ranks, parallel: RegionParallel) -> tuple[Lane, Lane]:
+def _lanes(layer_mesh: LayerMesh, parallel: RegionParallel) -> tuple[Lane, Lane]:
     """Of what every process holds, or cuts among ranks with the same tokens, and of experts."""
     same_tokens = {TENSOR} if parallel.exchange == "all_to_all" else {TENSOR, parallel.expert_axis}
-    axes = tuple(name for name in ranks.mesh.mesh_dim_names or () if name not in same_tokens)
-    share = 1 / prod(ranks.mesh[name].size() for name in axes)
+    axes = tuple(name for name in layer_mesh.mesh.mesh_dim_names or () if name not in same_tokens)
+    share = 1 / prod(layer_mesh.mesh[name].size() for name in axes)
     found = []
     for name, own_axes in ((DATA, axes), (EXPERT_DATA, tuple(a for a in axes if a != parallel.expert_axis))):
-        size = prod(ranks.mesh[axis].size() for axis in own_axes)
-        group = ranks.lane(own_axes)
+        size = prod(layer_mesh.mesh[axis].size() for axis in own_axes)
+        group = layer_mesh.lane(own_axes)
         if group is not None:
             join(group)
         found.append(Lane(name, group, size, share))
     return found[0], found[1]
 
 
-def _everyone(ranks: Ranks, parallel: RegionParallel) -> tuple[Any, bool]:
+def _everyone(layer_mesh: LayerMesh, parallel: RegionParallel) -> tuple[Any, bool]:
     """The group of the whole mesh, and whether the exchanges of counts are among all of it."""
-    names = ranks.mesh.mesh_dim_names or ()
-    group = ranks.lane(names)
+    names = layer_mesh.mesh.mesh_dim_names or ()
+    group = layer_mesh.lane(names)
     join(group)
-    wide = {name for name in names if ranks.mesh[name].size() > 1}
+    wide = {name for name in names if layer_mesh.mesh[name].size() > 1}
     return group, parallel.exchange == "all_to_all" and wide == {parallel.expert_axis}
 
 

@@ -22,7 +22,7 @@ from fxskip.collectives.cut_linear import Cut, cut_linear
 from fxskip.collectives.peer_memory import require_device_mesh
 from fxskip.errors import PassError
 from fxskip.leaves import holds_experts, make_leaf
-from fxskip.parallel import EXPERT, TENSOR, ExpertStack, Ranks, RegionParallel
+from fxskip.parallel import EXPERT, TENSOR, ExpertStack, LayerMesh, RegionParallel
 from fxskip.runtime.gradients_in_backward import GradientsInBackward
 from fxskip.runtime.measured_costs import cost_key
 from fxskip.runtime.regions import Region
@@ -81,7 +81,7 @@ def spread(
     if common.transport == "copy_engine":
         connect_devices(mesh[common.expert_axis])
     following = [*list(layers.values())[1:], None]
-    ranks = Ranks(mesh)
+    layer_mesh = LayerMesh(mesh)
     for (path, layer), after in zip(layers.items(), following, strict=True):
         assert isinstance(layer, Region)
         stacks = tuple(_cut(layer, inner, mesh[common.expert_axis]) for inner in found[path])
@@ -89,7 +89,7 @@ def spread(
             for inner, how in plans[path].items():
                 cut_linear(layer, inner, how, mesh[TENSOR])
         defers = common.mode != "reference" and after is not None and _has_several_streams(after)
-        layer.fxskip_ranks = ranks
+        layer.fxskip_mesh = layer_mesh
         layer.fxskip_parallel = replace(common, experts=stacks, defers=defers)
     # DistributedDataParallel averages what all processes hold; each has experts of its own.
     sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]

@@ -29,7 +29,7 @@ from fxskip.collectives.landing import backward_pass, drain
 from fxskip.collectives.measuring import sends_nothing
 from fxskip.errors import CaptureError, CollectiveError, PassError
 from fxskip.leaves import make_leaf, running
-from fxskip.parallel import TENSOR, Ranks, RegionParallel
+from fxskip.parallel import TENSOR, LayerMesh, RegionParallel
 from fxskip.pipeline import parallelise, rewire
 from fxskip.runtime.gradients_in_backward import GradientsInBackward
 from fxskip.runtime.layer_cache import layer_caches, on_device, uses_one_part
@@ -69,7 +69,7 @@ class Region(Swapped):
     fxskip_recompute: str
     fxskip_lower: str
     fxskip_parallel: RegionParallel | None = None
-    fxskip_ranks: Ranks
+    fxskip_mesh: LayerMesh
     fxskip_gradients: GradientsInBackward | None = None
     fxskip_compared: bool = False
     """Whether ranks with the same tokens have been seen to have them."""
@@ -154,7 +154,7 @@ class Region(Swapped):
             return
         axes = [TENSOR] if parallel.tensor_size > 1 else []
         axes += [parallel.expert_axis] if parallel.ranks > 1 and parallel.exchange == "all_reduce" else []
-        require_same_tokens(_full_stream(hidden_states), self.fxskip_ranks.mesh, axes)
+        require_same_tokens(_full_stream(hidden_states), self.fxskip_mesh.mesh, axes)
         self.fxskip_compared = True
 
     def _count_tokens(self, hidden_states: Tensor | Streams) -> None:

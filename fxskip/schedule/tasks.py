@@ -112,11 +112,6 @@ class TaskGraph:
                 hint=did_you_mean(name, self._graph),
             )
 
-    @property
-    def digraph(self) -> nx.DiGraph:
-        """Nodes are names, edges go from producer to consumer; frozen."""
-        return self._graph
-
     def __len__(self) -> int:
         return len(self._graph)
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxskip
 from fxskip.collectives.landing import under_way
-from fxskip.parallel import Ranks
+from fxskip.parallel import LayerMesh
 from tests.collectives.deaths import run_until_all_end
 from tests.collectives.spreads import assert_same_bits, in_mode, model, own_batch, regions, spread, step
 
@@ -72,7 +72,7 @@ def on_a_group_of_its_own(module: nn.Module) -> nn.Module:
     group = dist.new_group(list(range(RANKS)))
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("expert",))
     for region in regions(module):
-        region.fxskip_ranks = Ranks(mesh)
+        region.fxskip_mesh = LayerMesh(mesh)
     return module
 
 

@@ -188,7 +188,7 @@ def not_spread_is_refused(rank: int, folder: Path) -> None:
 def four_processes(rank: int) -> None:
     """Two sets of experts: a mesh of data 2 and expert 2."""
     torch.set_num_threads(1)
-    assert pair()[0].model.layers[0].fxskip_ranks.mesh.shape == (2, 2)  # type: ignore[union-attr,index]
+    assert pair()[0].model.layers[0].fxskip_mesh.mesh.shape == (2, 2)  # type: ignore[union-attr,index]
     the_mean_over_processes(rank, Path())
     the_mean_beside_ddp(rank, Path())
 
