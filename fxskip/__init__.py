@@ -6,7 +6,16 @@ Importing the package tells transformers' Auto classes how to load rewired model
 """
 
 from fxskip import distill, loss
-from fxskip.api import explain, is_transformed, parallelize, plan, spec_of, trainable, transform
+from fxskip.api import (
+    explain,
+    is_transformed,
+    parallelize,
+    plan,
+    spec_of,
+    trainable,
+    transform,
+    transport_of,
+)
 from fxskip.checkpoint import register_families
 from fxskip.errors import (
     CacheError,
@@ -23,6 +32,7 @@ from fxskip.planning import Plan, Trainable
 from fxskip.runtime.gradients import average_gradients, clip_grad_norm_, no_sync, parameter_groups
 from fxskip.spec import Spec, load_spec
 from fxskip.tracing import Timeline, trace
+from fxskip.transport import TransportChoice
 from fxskip.version import __version__
 
 register_families()
@@ -40,6 +50,7 @@ __all__ = [
     "SpecError",
     "Timeline",
     "Trainable",
+    "TransportChoice",
     "__version__",
     "average_gradients",
     "clip_grad_norm_",
@@ -57,4 +68,5 @@ __all__ = [
     "trace",
     "trainable",
     "transform",
+    "transport_of",
 ]

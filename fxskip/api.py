@@ -1,4 +1,4 @@
-"""The public calls: transform, parallelize, plan, explain, trainable, spec_of, is_transformed."""
+"""The public calls: transform, parallelize, transport_of, plan, explain, trainable, spec_of, is_transformed."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from fxskip.schedule.costs import CONTEXT
 from fxskip.schedule.hardware import DEFAULT_HARDWARE, Hardware, MatrixType, load_hardware
 from fxskip.schedule.roofline import CopiesPer
 from fxskip.spec import Spec, load_spec
+from fxskip.transport import TransportChoice
 
 Model = TypeVar("Model", bound=nn.Module)
 SpecSource = str | PathLike[str] | Mapping[str, Any] | Spec
@@ -138,10 +139,35 @@ def parallelize(student: Model, mesh: DeviceMesh | None = None) -> Model:
     return _spread(student, spec, mesh, read_costs(spec, mesh))
 
 
-def _spread(student: Model, spec: Spec, mesh: DeviceMesh, costs: CostTable | None) -> Model:
+def _spread(student: Model, spec: Spec, mesh: DeviceMesh, table: CostTable | None) -> Model:
     model = inner_model(student)
-    spread(model, rewired_layers(model), spec, mesh, _tensor_plans(model, spec), costs)
+    spread(
+        model,
+        rewired_layers(model),
+        spec,
+        mesh,
+        _tensor_plans(model, spec),
+        lambda: Analysis.of_student("parallelize", model).costs,
+        table,
+    )
     return student
+
+
+def transport_of(student: nn.Module) -> TransportChoice:
+    """What moves the rows of a spread model's experts between ranks, and why: times, where it was measured.
+
+    Raises PassError for a model that is not rewired, and for one that runs in one process.
+    """
+    model = inner_model(student)
+    require_record("transport_of", model)
+    choice = getattr(next(iter(rewired_layers(model).values()), None), "fxskip_transport", None)
+    if choice is None:
+        raise PassError(
+            "transport_of",
+            "the model runs in one process, where nothing moves",
+            hint="fxskip.parallelize(student), or transform with parallel: {expert: {size: 2}}",
+        )
+    return cast(TransportChoice, choice)
 
 
 def _tensor_plans(student: nn.Module, spec: Spec) -> dict[str, dict[str, Cut]]:

@@ -12,8 +12,8 @@ from fxskip.errors import PassError
 from fxskip.leaves import running_layer
 from fxskip.schedule.cost_table import TaskCosts
 from fxskip.schedule.gradient_sums import GradientSum
-from fxskip.schedule.hardware import Transport
 from fxskip.spec import Schedule
+from fxskip.transport import Moves
 
 Mode = Literal["scheduled", "reference", "eager_wait"]
 Exchange = Literal["all_to_all", "all_reduce"]
@@ -49,7 +49,7 @@ class RegionParallel:
     schedule: Schedule
     hardware: str
     """Name or path of the hardware file that costs are taken from."""
-    transport: Transport | Literal["gloo"]
+    transport: Moves
     """What moves the rows; the cost of contention follows from it."""
     exchange: Exchange = "all_to_all"
     expert_axis: str = EXPERT

@@ -154,10 +154,11 @@ class Runtime(Strict):
         description="what runs the rewired layers: none runs them operation by operation, to the original's last "
         "bit; inductor compiles them, right to rounding; aot_eager has the compiler's graphs run uncompiled",
     )
-    transport: Literal["auto", "nccl", "gloo", "copy_engine"] = Field(
+    transport: Literal["auto", "nccl", "gloo", "copy_engine", "measured"] = Field(
         default="auto",
         description="what moves the bytes: auto is the process group's backend; copy_engine copies rows of experts "
-        "between the devices of one host, and leaves all else to the process group",
+        "between the devices of one host, and leaves all else to the process group; measured takes the faster of "
+        "the two where both can be, timed when the model is spread",
     )
     mode: Literal["scheduled", "reference", "eager_wait"] = Field(
         default="scheduled",

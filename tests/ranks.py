@@ -1,5 +1,6 @@
 """Runs a function in several processes that form a gloo group."""
 
+import faulthandler
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,7 @@ def run_ranks(
 
 
 def one_rank(rank: int, body: Callable[[int], None], ranks: int, store: str) -> None:
+    faulthandler.enable()  # a crash says where
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     body(rank)

@@ -24,17 +24,19 @@ from fxskip.bench.goals import print_verdicts, verdicts
 from fxskip.bench.measure import FAILED, UNAVAILABLE, require_no_failures
 from fxskip.bench.overlap_goals import REAL, TURN, ZERO, goals_of
 from fxskip.bench.overlap_model import RANKS, WIRINGS, Setting
-from fxskip.bench.overlap_ranks import Part, measure_alone, measure_pair
+from fxskip.bench.overlap_ranks import MOVED_BY, Part, measure_alone, measure_mirrored, measure_pair
 from fxskip.errors import FxskipError
 from fxskip.tracing.processes import Body, in_processes
 
-PAIR, ALONE = "two ranks", "one process"
+PAIR, MIRRORED, ALONE = "two ranks", "one rank and its mirror image", "one process"
 CONDITIONS = (REAL, TURN, ZERO)
 _OUT_OF_MEMORY = "OutOfMemoryError"
 
 
 def run(out: Path, settings: Sequence[Setting], *, alone: bool = False) -> None:
     """Measure each setting on two ranks, and the smallest one in one process as well; that only, if `alone`.
+
+    A mirrored setting is measured by one process, which is not repeated without a mesh.
 
     `out` is rewritten after each variant. Raises FxskipError at the end where something failed; what does not fit into
     memory is a finding.
@@ -43,9 +45,13 @@ def run(out: Path, settings: Sequence[Setting], *, alone: bool = False) -> None:
     started = time.monotonic()
     fewest = min(settings, key=lambda one: (one.layers, one.micro_batch))
     jobs: list[tuple[str, Setting, Body, int]] = [
-        (PAIR, one, partial(measure_pair, one), RANKS) for one in ([] if alone else settings)
+        (MIRRORED, one, partial(measure_mirrored, one), 1)
+        if one.is_mirrored
+        else (PAIR, one, partial(measure_pair, one), RANKS)
+        for one in ([] if alone else settings)
     ]
-    jobs.append((ALONE, fewest, partial(measure_alone, fewest), 1))
+    if not fewest.is_mirrored:
+        jobs.append((ALONE, fewest, partial(measure_alone, fewest), 1))
     for name, setting, body, ranks in jobs:
         found: dict[str, Any] = {"what": name} | _described(setting)
         report["settings"].append(found)
@@ -76,8 +82,9 @@ def _described(setting: Setting) -> dict[str, Any]:
         "layers": setting.layers,
         "micro_batch": setting.micro_batch,
         "tokens": setting.tokens,
+        "choices": setting.config().num_experts_per_tok,
         "rounds": setting.rounds,
-        "link": "NCCL_P2P_DISABLE=1" if setting.slow_link else "default",
+        "link": setting.link,
         "transport": setting.transport,
         "costs": "measured" if setting.measured_costs else "roofline",
         "tiny": setting.is_tiny,
@@ -100,6 +107,7 @@ def table(found: Mapping[str, Any]) -> Iterator[str]:
     """The lines about one setting; times are milliseconds a step."""
     yield (
         f"{found['what']}: {found['layers']} layers, micro-batch {found['micro_batch']} x {found['tokens']} tokens, "
+        f"{found['choices']} experts a token, "
         f"link {found['link']}, transport {found['transport']}, costs {found['costs']}"
         + (", tiny: times mean nothing" if found["tiny"] else "")
     )
@@ -111,6 +119,8 @@ def table(found: Mapping[str, Any]) -> Iterator[str]:
             yield f"  original {found['original']['step_ms']:.2f} ms, student {found['student']['step_ms']:.2f} ms"
             yield f"  student over original {found['student over original']:.3f}"
         return
+    for wiring, choice in found.get(MOVED_BY, {}).items():
+        yield f"  {wiring}: {MOVED_BY} {choice['chosen']} ({choice['why']})"
     rows: list[Sequence[str]] = [_HEAD]
     for condition in CONDITIONS:
         for wiring in WIRINGS:

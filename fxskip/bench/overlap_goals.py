@@ -5,14 +5,15 @@ from functools import partial
 from typing import Any
 
 from fxskip.bench.goals import Goal, Report
+from fxskip.bench.overlap_model import DEFAULT, MIRROR, SLOW
 
 REAL, TURN, ZERO = "real routing, real data", "routing in turn, real data", "routing in turn, zero data"
 """The conditions of a setting, named after routing and data."""
 
 BOUNDS: Mapping[tuple[str, str], tuple[float, float]] = {
-    ("copy_engine", "default"): (0.97, 1.03),
-    ("auto", "default"): (0.62, 1.08),
-    ("auto", "NCCL_P2P_DISABLE=1"): (0.82, 1.025),
+    ("copy_engine", DEFAULT): (0.97, 1.03),
+    ("auto", DEFAULT): (0.62, 1.08),
+    ("auto", SLOW): (0.82, 1.025),
 }
 """By transport and link: least hidden share at constant clock, largest step over that with nothing sent."""
 
@@ -22,6 +23,8 @@ def goals_of(setting: Report) -> list[Goal]:
     if "student over original" in setting:
         return [Goal("one process: student over original", (), _alone, 1.02)]
     bounds = BOUNDS.get((setting.get("transport", ""), setting["link"]))
+    if setting["link"] == MIRROR:
+        return [Goal("mirror image: step with real routing over routing in turn", (), _routing, 1.03)]
     if bounds is None:
         return []
     hidden, over_none = bounds

@@ -7,14 +7,23 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 import fxskip
+from fxskip.bench.mirror import HOST_COPIES
 from fxskip.collectives.expert_parallel import local
 from fxskip.tracing.runs import Stepper
 
 RANKS = 2
 Wiring = Literal["stock", "stock, split weights", "farskip"]
+Link = Literal["default", "NCCL_P2P_DISABLE=1", "host memory, one GPU"]
+DEFAULT: Link = "default"
+"""Between the ranks: that of the machine."""
+SLOW: Link = "NCCL_P2P_DISABLE=1"
+"""Through the host's memory, a stand-in for a link between hosts."""
+MIRROR: Link = "host memory, one GPU"
+"""One process and its mirror image (`fxskip.bench.mirror`)."""
 WIRINGS: dict[Wiring, dict[str, Any]] = {
     "stock": {"preset": "identity"},
     "stock, split weights": {"preset": "identity", "schedule": {"backward": "explicit"}},
@@ -25,7 +34,7 @@ CANNOT_BE_TRACED: tuple[Wiring, ...] = ("stock, split weights",)
 """`fxskip.trace` refuses a backward pass with an order of its own."""
 
 # huggingface.co/deepseek-ai/DeepSeek-V2-Lite, config.json; but the vocabulary, for there is no head.
-LITE = {
+LITE: dict[str, Any] = {
     "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408,
     "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512,
     "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "head_dim": 64,
@@ -33,7 +42,7 @@ LITE = {
     "n_group": 1, "topk_group": 1, "topk_method": "greedy", "routed_scaling_factor": 1.0,
     "norm_topk_prob": False, "vocab_size": 256, "max_position_embeddings": 163840,
 }  # fmt: skip
-TINY = LITE | {
+TINY: dict[str, Any] = LITE | {
     "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4,
     "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
     "v_head_dim": 16, "head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
@@ -52,21 +61,33 @@ class Setting:
     rounds: int
     traced_steps: int
     """Under the profiler, of each variant; on a CPU those that are watched."""
-    slow_link: bool
-    """NCCL_P2P_DISABLE=1: through the host's memory, a stand-in for a link between hosts."""
+    link: Link
     measured_costs: bool
     """Orders are chosen by costs that are measured first, not by the roofline."""
     is_tiny: bool
-    transport: Literal["auto", "copy_engine"] = "auto"
-    """What moves rows between experts."""
+    transport: Literal["auto", "copy_engine", "measured"] = "auto"
+    """What moves rows between experts, as a spec says it."""
+    choices: int | None = None
+    """Experts of a token, None for the model's: rows that travel, and what is computed of them, are in proportion."""
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"NCCL_P2P_DISABLE": "1"} if self.slow_link else {}
+        return {"NCCL_P2P_DISABLE": "1"} if self.link == SLOW else {}
+
+    @property
+    def is_mirrored(self) -> bool:
+        """One process, whose other ranks are its mirror images."""
+        return self.link == MIRROR
+
+    def mesh(self) -> DeviceMesh:
+        """Of the default process group."""
+        return init_device_mesh(device_here().type, (RANKS,), mesh_dim_names=("expert",))
 
     def config(self) -> PreTrainedConfig:
         """Of the model."""
-        shapes: dict[str, Any] = TINY if self.is_tiny else LITE
+        shapes = TINY if self.is_tiny else LITE
+        if self.choices is not None:
+            shapes = shapes | {"num_experts_per_tok": self.choices}
         return AutoConfig.for_model("deepseek_v2", num_hidden_layers=self.layers, **shapes)
 
 
@@ -99,7 +120,7 @@ def student(setting: Setting, wiring: Wiring, costs: Path | None = None) -> Any:
         "schedule": how.get("schedule", {}) | {"costs": "roofline" if costs is None else str(costs)},
         "runtime": {"transport": setting.transport},
     }
-    return fxskip.transform(original(setting), spec, inplace=True)
+    return fxskip.transform(original(setting), spec, inplace=True, mesh=setting.mesh())
 
 
 def stepper(setting: Setting, model: Any, *, rank: int, together: bool) -> Stepper:
@@ -111,7 +132,8 @@ def stepper(setting: Setting, model: Any, *, rank: int, together: bool) -> Stepp
     dtype = next(model.parameters()).dtype
     gradient = torch.randn(*size, model.config.hidden_size, generator=generator).to(device, dtype)
     batch = {"input_ids": ids, "use_cache": False}
-    return Stepper(model.model, batch, device, True, together, gradient / gradient.numel())
+    exchanges = HOST_COPIES if setting.is_mirrored else ()
+    return Stepper(model.model, batch, device, True, together, gradient / gradient.numel(), exchanges)
 
 
 def zero(steppers: Iterable[Stepper]) -> None:

@@ -15,8 +15,10 @@ import torch.distributed as dist
 
 import fxskip
 from fxskip.bench.measure import environment
+from fxskip.bench.mirror import mirrored
 from fxskip.bench.overlap_model import (
     CANNOT_BE_TRACED,
+    RANKS,
     WIRINGS,
     Setting,
     Wiring,
@@ -35,6 +37,8 @@ from fxskip.tracing.runs import MODES, Mode, ModeRuns, Stepper, Times, median_ov
 
 Part = tuple[tuple[str, ...], Any]
 """A place in the report of a setting, and what belongs there."""
+MOVED_BY = "rows moved by"
+"""Where a setting's report has what moves each wiring's rows, and why."""
 Routing = Literal["real routing", "routing in turn"]
 Data = Literal["real data", "zero data"]
 ROUTINGS: dict[Routing, Callable[[], AbstractContextManager[None]]] = {
@@ -57,21 +61,39 @@ class Variant:
         return f"{self.routing}, {self.data}"
 
 
-def measure_pair(setting: Setting, rank: int) -> Iterator[Part]:
-    """Stock and FarSkip on two ranks, in all modes and conditions; what rank 0 yields is complete."""
+def _nothing() -> None:
+    """Other ranks send what their models have."""
+
+
+def measure_pair(setting: Setting, rank: int, send_zeros: Callable[[], None] = _nothing) -> Iterator[Part]:
+    """Stock and FarSkip on two ranks, in all modes and conditions; what rank 0 yields is complete.
+
+    send_zeros   has other ranks send zeros, where these do not come from their models
+    """
     yield ("environment",), environment() | {"nccl": _nccl()}
     with tempfile.TemporaryDirectory() as folder:
         models = {wiring: _student(setting, wiring, rank, Path(folder)) for wiring in WIRINGS}
         steppers = {w: stepper(setting, model, rank=rank, together=True) for w, model in models.items()}
-        yield from _measured(setting, steppers, rank)  # captures read the costs in the folder
+        for wiring, model in models.items():
+            yield (MOVED_BY, wiring), fxskip.transport_of(model).as_data()
+        yield from _measured(setting, steppers, rank, send_zeros)  # captures read the costs in the folder
     yield ("peak_gib",), _peak()
 
 
-def _measured(setting: Setting, steppers: dict[Wiring, Stepper], rank: int) -> Iterator[Part]:
+def measure_mirrored(setting: Setting, rank: int) -> Iterator[Part]:
+    """The same by one process, whose other ranks are its mirror images."""
+    with mirrored(RANKS) as memory:
+        yield from measure_pair(setting, rank, _nothing if memory is None else memory.zero)
+
+
+def _measured(
+    setting: Setting, steppers: dict[Wiring, Stepper], rank: int, send_zeros: Callable[[], None]
+) -> Iterator[Part]:
     """All conditions, one after the other."""
     for data, routings in _data_and_routings():
         if data == "zero data":
             zero(steppers.values())
+            send_zeros()
         variants = [Variant(w, r, data, m) for r in routings for w in WIRINGS for m in MODES]
         times, windows, log = _in_turn(setting, steppers, variants, rank)
         gathered = _gathered(times)

@@ -12,6 +12,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -102,12 +103,7 @@ def compile_region(
     compiled = torch.compile(region, backend=backend, fullgraph=True, dynamic=True)
 
     def run(*arguments: Any) -> tuple[Any, Streams]:
-        with (
-            torch._dynamo.config.patch(_DYNAMO),
-            _SHAPES.patch(use_duck_shape=False),
-            _while_any_region_runs(),
-            traceable_recording(),
-        ):
+        with _settings(), _while_any_region_runs(), traceable_recording():
             try:
                 return compiled(*arguments)
             except torch._dynamo.exc.BackendCompilerFailed as error:
@@ -118,6 +114,24 @@ def compile_region(
                 raise _capture_error(arguments[0], error) from error
 
     return run
+
+
+_patches: list[tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] = []
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """PyTorch's settings for regions. Patches are used again: to make one costs a class, and a context variable which
+    the thread then keeps for ever."""
+    try:
+        patches = _patches.pop()
+    except IndexError:  # the first call, or others are inside, in other threads
+        patches = torch._dynamo.config.patch(_DYNAMO), _SHAPES.patch(use_duck_shape=False)
+    try:
+        with patches[0], patches[1]:
+            yield
+    finally:
+        _patches.append(patches)
 
 
 def _require_flat(module: fx.GraphModule) -> None:

@@ -1,7 +1,7 @@
 """`fxskip bench`: what fxskip's parts cost on this machine."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -139,6 +139,15 @@ def overlap(
     tokens: Annotated[
         int | None, typer.Option("--length", min=2, help="Tokens of a sequence. Default: 4096.")
     ] = None,
+    choices: Annotated[
+        int | None,
+        typer.Option(
+            "--choices",
+            min=1,
+            max=6,
+            help="Experts of a token, and so what is sent. Default: 6, as the model has.",
+        ),
+    ] = None,
     rounds: Annotated[
         int | None, typer.Option("--rounds", min=1, help="Times that each variant is timed. Default: 12.")
     ] = None,
@@ -159,6 +168,20 @@ def overlap(
         bool,
         typer.Option(
             "--copy-engine", help="Also with runtime.transport: copy_engine, which a CPU does not have."
+        ),
+    ] = False,
+    mirror: Annotated[
+        bool,
+        typer.Option(
+            "--mirror",
+            help="Only one process and its mirror image, whose rows come from the host's memory: one GPU is enough.",
+        ),
+    ] = False,
+    measured_transport: Annotated[
+        bool,
+        typer.Option(
+            "--measured-transport",
+            help="Also with runtime.transport: measured: what moves rows faster is found out first.",
         ),
     ] = False,
     alone: Annotated[
@@ -184,23 +207,39 @@ def overlap(
       fxskip bench overlap --out overlap.json
       fxskip bench overlap --layers 8 --micro-batch 2 --micro-batch 4 --slow-link --out overlap.json
       fxskip bench overlap --layers 8 --copy-engine --out overlap.json
+      fxskip bench overlap --mirror --layers 8 --choices 1 --out mirror.json
       fxskip bench overlap --alone --layers 8 --out one-process.json
       fxskip bench overlap --tiny --out check.json
     """
     import torch
 
     # Unlike is_available, device_count leaves GPUs to processes that are started later.
-    needed = 1 if alone else 2
+    needed = 1 if alone or mirror else 2
     if not tiny and torch.cuda.device_count() < needed:
         raise FxskipError(
             "bench overlap",
             f"CUDA devices needed: {needed}; seen by this PyTorch: {torch.cuda.device_count()}",
-            hint="run it on a machine with two GPUs, or give --alone for one, or --tiny for none",
+            hint="run it on a machine with two GPUs, or give --mirror or --alone for one, or --tiny for none",
+        )
+    if mirror and (alone or slow_link or copy_engine or measured_transport):
+        raise FxskipError(
+            "bench overlap",
+            "--mirror is given with another choice of what is measured",
+            hint="it is measured by itself: leave out --alone, --slow-link, --copy-engine and --measured-transport",
         )
     from fxskip.bench.overlap import run
-    from fxskip.bench.overlap_model import Setting
+    from fxskip.bench.overlap_model import DEFAULT, MIRROR, SLOW, Link, Setting
 
     sizes = (32, 2) if tiny else (4096, 12)
+    kinds: list[tuple[Link, Literal["auto", "copy_engine", "measured"]]] = [(DEFAULT, "auto")]
+    if mirror:  # copies, which a CPU does not have
+        kinds = [(MIRROR, "copy_engine" if torch.cuda.device_count() else "auto")]
+    if slow_link:
+        kinds.append((SLOW, "auto"))
+    if copy_engine:
+        kinds.append((DEFAULT, "copy_engine"))
+    if measured_transport:
+        kinds.append((DEFAULT, "measured"))
     settings = [
         Setting(
             count,
@@ -208,12 +247,13 @@ def overlap(
             tokens or sizes[0],
             rounds or sizes[1],
             1 if tiny else 2,
-            slow,
+            link,
             measured_costs,
             tiny,
-            "copy_engine" if copies else "auto",
-        )  # fmt: skip
-        for slow, copies in [(False, False), *[(True, False)] * slow_link, *[(False, True)] * copy_engine]
+            transport,
+            choices,
+        )
+        for link, transport in kinds
         for count in layers or ([3] if tiny else [8, 27])
         for batch in micro_batch or ([1] if tiny else [2])
     ]

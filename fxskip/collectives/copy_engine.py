@@ -36,7 +36,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxskip.collectives.all_to_all import AllToAll
 from fxskip.collectives.failures import Work
 from fxskip.collectives.landing import buffers_are_poisoned
-from fxskip.collectives.peer_memory import PeerMemory, SymmetricMemory, impossible, require_peers
+from fxskip.collectives.peer_memory import (
+    PeerMemory,
+    SymmetricMemory,
+    impossible,
+    require_device_mesh,
+    require_peers,
+    warn_without_access,
+)
 from fxskip.errors import CollectiveError, PassError, first_line
 
 SLOTS = 2
@@ -56,6 +63,11 @@ class Slots:
         self._memory = memory
         self._section = 0
         self._turn = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Of the rows that can be sent."""
+        return self._memory.device
 
     def start(
         self, rows: Tensor, buffer: Tensor, sent: tuple[int, ...], received: tuple[int, ...], most: int
@@ -149,7 +161,7 @@ def _parts(rows: Tensor, counts: tuple[int, ...]) -> list[Tensor]:
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
     for to, source in pairs:
         if source.numel():
-            to.copy_(source)
+            to.copy_(source, non_blocking=True)
 
 
 def _fill(sections: list[Tensor]) -> None:
@@ -178,9 +190,14 @@ def slots_of(group: Any) -> Slots:
 
 
 def connect(group: Any, memory: PeerMemory) -> None:
-    """Have the exchanges of `group` by copies use `memory`, after a first one of a row to and from each rank.
+    """Have the exchanges of `group` by copies use `memory`. Raises what `tried` does."""
+    _SLOTS[group] = tried(memory)
 
-    Raises PassError where wrong rows arrive, and a RuntimeError of torch where there is no such memory.
+
+def tried(memory: PeerMemory) -> Slots:
+    """Slots in `memory`, after a first exchange of a row to and from each rank.
+
+    Raises NoCopies where wrong rows arrive, and a RuntimeError of torch where there is no such memory.
     """
     me, ranks = memory.rank, memory.ranks
     slots, ones = Slots(memory), (1,) * memory.ranks
@@ -190,6 +207,11 @@ def connect(group: Any, memory: PeerMemory) -> None:
     arrived, expected = buffer.flatten().tolist(), [source * ranks + me for source in range(ranks)]
     if arrived != expected:
         raise impossible(f"in a first exchange the others sent {expected}, and {arrived} arrived")
+    return slots
+
+
+def use_slots(group: Any, slots: Slots) -> None:
+    """Have the exchanges of `group` by copies go through `slots`."""
     _SLOTS[group] = slots
 
 
@@ -202,20 +224,35 @@ def _raise_everywhere(group: Any, error: Exception | None) -> None:
         raise impossible("the ranks cannot read each other's memory", where="\n".join(failed)) from error
 
 
-def connect_devices(mesh: DeviceMesh) -> None:
-    """`connect` the ranks of `mesh`, which has one axis, over symmetric memory; once for each group.
+def connect_devices(mesh: DeviceMesh, *, warns: bool) -> None:
+    """Have the ranks of `mesh`, which has one axis, exchange rows by copies; once for each group.
 
-    Raises PassError, where what is missing can be known on all ranks alike.
+    warns   as `slots_between_devices` has it
+
+    Raises NoCopies, on all of them alike.
     """
     group = mesh.get_group()
-    if group in _SLOTS:
-        return
-    device = torch.device("cuda", torch.cuda.current_device())
-    require_peers(group, device)
-    failed: Exception | None = None
+    if group not in _SLOTS:
+        _SLOTS[group] = slots_between_devices(mesh, warns=warns)
+
+
+def slots_between_devices(mesh: DeviceMesh, *, warns: bool) -> Slots:
+    """Slots in symmetric memory of the ranks of `mesh`, which has one axis, each time new ones.
+
+    warns   where PyTorch says that a device has no access to another's memory
+
+    Raises NoCopies, on all ranks alike.
+    """
+    require_device_mesh(mesh)
+    group, device = mesh.get_group(), torch.device("cuda", torch.cuda.current_device())
+    names = require_peers(group, device)
+    if warns:
+        warn_without_access(device, names)
+    slots, failed = None, None
     try:
-        connect(group, SymmetricMemory(group, device))
+        slots = tried(SymmetricMemory(group, device))
     except (RuntimeError, PassError) as error:
-        _SLOTS.pop(group, None)
         failed = error
     _raise_everywhere(group, failed)
+    assert slots is not None
+    return slots

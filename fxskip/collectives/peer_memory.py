@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -16,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_timeout
 
 from fxskip.collectives.failures import Work
 from fxskip.errors import PassError
 
-_PATIENCE_MS = 600_000
-"""How long a rank waits on its device for the others; NCCL's own limit in PyTorch is as long."""
+_ASKED = "runtime.transport: copy_engine: "
 _OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """PyTorch's permission for several ranks on one device, which only tests have a use for."""
 
@@ -57,7 +58,7 @@ class PeerMemory(Protocol):
         """In a job: what follows waits until all ranks have come here; what they did before is seen by all."""
 
 
-class _Copies:
+class Copies:
     """Work of the queue up to an event; whoever waits has their stream wait, not the host."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
@@ -81,6 +82,7 @@ class SymmetricMemory:
     def __init__(self, group: Any, device: torch.device) -> None:
         self.rank, self.ranks, self.device = dist.get_rank(group), dist.get_world_size(group), device
         self._group_name = group.group_name  # not the group, which would then live as long as this
+        self._patience_ms = patience_ms(group, device)
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._handle: Any = None
         self._parts: tuple[Tensor, ...] = ()
@@ -111,11 +113,23 @@ class SymmetricMemory:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             job()
-            return _Copies(self._stream.record_event(), self.device)
+            return Copies(self._stream.record_event(), self.device)
 
     def meet(self) -> None:
         """Have the stream wait for those of all ranks."""
-        self._handle.barrier(channel=0, timeout_ms=_PATIENCE_MS)
+        self._handle.barrier(channel=0, timeout_ms=self._patience_ms)
+
+
+def patience_ms(group: Any, device: torch.device) -> int:
+    """How long a rank waits for the others: the timeout that `group` has now, as init_process_group was told.
+
+    Of a backend that does not say (not NCCL or gloo, or torch's wrapper for debugging), PyTorch's default.
+    """
+    options = getattr(group._get_backend(device), "options", None)  # torch.distributed shows it nowhere else
+    timeout: timedelta = (
+        _get_default_timeout(dist.get_backend(group)) if options is None else options._timeout
+    )
+    return max(1, round(timeout / timedelta(milliseconds=1)))
 
 
 @contextmanager
@@ -133,7 +147,7 @@ def _without_multicast() -> Iterator[None]:
 
 
 def require_device_mesh(mesh: DeviceMesh) -> None:
-    """Raise PassError where `mesh` is not one of CUDA devices."""
+    """Raise NoCopies where `mesh` is not one of CUDA devices."""
     if mesh.device_type != "cuda":
         raise impossible(
             f"the mesh is one of {mesh.device_type} devices",
@@ -141,10 +155,11 @@ def require_device_mesh(mesh: DeviceMesh) -> None:
         )
 
 
-def require_peers(group: Any, device: torch.device) -> None:
-    """Raise PassError, on all ranks of `group` alike, where they cannot have symmetric memory; one exchange of names.
+def require_peers(group: Any, device: torch.device) -> tuple[str, ...]:
+    """Names of the devices of all ranks of `group`, as `_device_name` has them; one exchange.
 
-    What cannot be known beforehand, such as two devices without a link between them, shows at the first `allocate`.
+    Raises NoCopies, on all ranks alike, where they cannot have symmetric memory. What cannot be known beforehand, such
+    as two devices without a link between them, shows at the first `allocate`.
     """
     obstacle = _obstacle(device)
     mine = (socket.gethostname(), str(device) if obstacle else _device_name(device), obstacle)
@@ -163,6 +178,27 @@ def require_peers(group: Any, device: torch.device) -> None:
             "several ranks share a device",
             where=where,
             hint="torch.cuda.set_device(local_rank) before the model is spread; or leave runtime.transport out",
+        )
+    return tuple(devices)
+
+
+def warn_without_access(device: torch.device, names: Iterable[str]) -> None:
+    """Warn where PyTorch says that `device` has no access to the memory of one of the devices `names`.
+
+    Devices that this process does not see are not asked about.
+    """
+    seen = (torch.device("cuda", number) for number in range(torch.cuda.device_count()))
+    others = {_device_name(one): one for one in seen if one != device}
+    closed = [
+        f"{others[name]} ({name})"
+        for name in names
+        if name in others and not torch.cuda.can_device_access_peer(device, others[name])
+    ]
+    if closed:
+        warnings.warn(
+            f"fxskip: {_ASKED}{device} has no direct access to the memory of {', '.join(closed)}: "
+            "copies are slow there, or fail; write transport: measured to take what is faster",
+            stacklevel=2,
         )
 
 
@@ -187,11 +223,21 @@ def _obstacle(device: torch.device) -> str | None:
     return None
 
 
-def impossible(found: str, *, where: str | None = None, hint: str | None = None) -> PassError:
+class NoCopies(PassError):
+    """Copies between devices are impossible here. All ranks of the group that wanted them have it."""
+
+    @property
+    def reason(self) -> str:
+        """One line."""
+        where = f" ({'; '.join(self.where.splitlines())})" if self.where else ""
+        return self.found.removeprefix(_ASKED) + where
+
+
+def impossible(found: str, *, where: str | None = None, hint: str | None = None) -> NoCopies:
     """The error for what copies between devices need and this machine does not have."""
-    return PassError(
+    return NoCopies(
         "parallelize",
-        f"runtime.transport: copy_engine: {found}",
+        _ASKED + found,
         where=where,
         hint=hint
         or "the ranks of the axis expert need a device each, all on one host, that reach each other's memory (NVLink); "

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from math import prod
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -25,11 +24,14 @@ from fxskip.leaves import holds_experts, make_leaf
 from fxskip.parallel import EXPERT, TENSOR, ExpertStack, LayerMesh, RegionParallel
 from fxskip.runtime.gradients_in_backward import GradientsInBackward
 from fxskip.runtime.measured_costs import cost_key
+from fxskip.runtime.measured_transport import load_of, measured
 from fxskip.runtime.regions import Region
 from fxskip.runtime.same_everywhere import require_same_everywhere
 from fxskip.schedule.cost_table import CostTable, TaskCosts
-from fxskip.schedule.hardware import DEFAULT_HARDWARE, Transport, hardware_names, load_hardware
+from fxskip.schedule.costs import ModelCosts
+from fxskip.schedule.hardware import DEFAULT_HARDWARE, hardware_names, load_hardware
 from fxskip.spec import Runtime, Schedule, Spec
+from fxskip.transport import Asked, Moves, TransportChoice, as_asked
 
 
 def is_parallel(spec: Spec) -> bool:
@@ -58,28 +60,43 @@ def spread(
     spec: Spec,
     mesh: DeviceMesh,
     plans: Mapping[str, Plan],
-    costs: CostTable | None,
+    costs: Callable[[], ModelCosts],
+    table: CostTable | None,
 ) -> None:
     """Keep this rank's experts and parts of matrices alone in each decoder layer, and have the layers exchange values.
 
     plans   by the path of the layer; of use where the mesh has the axis "tensor"
-    costs   measured ones; None where schedules are made by the roofline
+    costs   called where a transport is to be measured
+    table   measured costs of tasks; None where schedules are made by the roofline
 
     Raises PassError where the processes do not hold the same model, and where experts or matrices cannot be cut,
     ScheduleError where costs were measured for another student.
     """
     require_same_everywhere(model, spec, mesh)
     axis, common = expert_axis(spec), _common(spec, mesh)
-    if costs is not None:
-        key = cost_key(model, layers, common, torch.device(mesh.device_type))
-        costs.require_fit(key, common.schedule.costs)
-        common = replace(common, measured=TaskCosts.of(costs))
     found = {path: expert_paths(layer) if axis else [] for path, layer in layers.items()}
+    if axis and not any(found.values()):
+        raise PassError(
+            "parallelize",
+            f"no layer of {type(model).__name__} has its routed experts as stacks, so parallel.expert spreads nothing",
+            where=f"layers {', '.join(layers)}",
+            hint="experts can be spread where one module holds parameters [experts, ...] of all of them, not a "
+            "module for each; leave parallel.expert out for this architecture",
+        )
     for path, layer in layers.items():
         for inner in found[path]:
             _require_stacks(layer.get_submodule(inner), common.ranks, f"module {path}.{inner}")
-    if common.transport == "copy_engine":
-        connect_devices(mesh[common.expert_axis])
+    choice = _choice(
+        spec, mesh, common, [layers[p].get_submodule(i) for p in layers for i in found[p]], costs
+    )
+    if choice.chosen == "copy_engine":
+        connect_devices(mesh[common.expert_axis], warns=choice.asked == "copy_engine")
+    common = replace(common, transport=choice.chosen)
+    if table is not None:
+        table.require_fit(
+            cost_key(model, layers, common, torch.device(mesh.device_type)), common.schedule.costs
+        )
+        common = replace(common, measured=TaskCosts.of(table))
     following = [*list(layers.values())[1:], None]
     layer_mesh = LayerMesh(mesh)
     for (path, layer), after in zip(layers.items(), following, strict=True):
@@ -90,6 +107,7 @@ def spread(
                 cut_linear(layer, inner, how, mesh[TENSOR])
         defers = common.mode != "reference" and after is not None and _has_several_streams(after)
         layer.fxskip_mesh = layer_mesh
+        layer.fxskip_transport = choice
         layer.fxskip_parallel = replace(common, experts=stacks, defers=defers)
     # DistributedDataParallel averages what all processes hold; each has experts of its own.
     sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
@@ -113,7 +131,7 @@ def _average_in_backward(model: nn.Module, layers: Mapping[str, nn.Module], para
 
 
 def _common(spec: Spec, mesh: DeviceMesh) -> RegionParallel:
-    """What is the same for all layers."""
+    """What is the same for all layers. The transport is the process group's, whatever the spec says."""
     schedule, mode = spec.schedule or Schedule(), (spec.runtime or Runtime()).mode
     if schedule.overlap == "none":
         if mode == "eager_wait":
@@ -125,10 +143,8 @@ def _common(spec: Spec, mesh: DeviceMesh) -> RegionParallel:
         mode = "reference"
     sizes, axis, hardware = axes(spec), expert_axis(spec), _hardware_here()
     ranks = sizes[axis] if axis else 1
-    transport: Transport | Literal["gloo"] = "gloo"
-    if _transport(spec) == "copy_engine":
-        transport = "copy_engine"
-    elif dist.get_backend(mesh[next(iter(sizes))].get_group()) == "nccl":
+    transport: Moves = "gloo"
+    if dist.get_backend(mesh[next(iter(sizes))].get_group()) == "nccl":
         transport = "nccl" if _in_one_domain(max(sizes.values()), hardware) else "nccl_network"
     return RegionParallel(
         (),
@@ -142,6 +158,25 @@ def _common(spec: Spec, mesh: DeviceMesh) -> RegionParallel:
         expert_axis=axis or EXPERT,
         tensor_size=sizes.get(TENSOR, 1),
     )
+
+
+def _choice(
+    spec: Spec,
+    mesh: DeviceMesh,
+    common: RegionParallel,
+    experts: Sequence[nn.Module],
+    costs: Callable[[], ModelCosts],
+) -> TransportChoice:
+    """What moves the rows: the same on all ranks of the mesh, for schedules follow from it.
+
+    experts   the modules of routed experts, still whole
+    """
+    asked = _transport(spec)
+    if asked == "measured":
+        return measured(
+            mesh, common.expert_axis, common.transport, lambda: load_of(costs(), experts[0], common.ranks)
+        )
+    return as_asked(asked, "copy_engine" if asked == "copy_engine" else common.transport)
 
 
 def _in_one_domain(ranks: int, hardware: str) -> bool:
@@ -243,9 +278,10 @@ def make_mesh(spec: Spec, model: nn.Module, mesh: DeviceMesh | None = None) -> D
         )
     transport = _transport(spec)
     backends = {dist.get_backend(mesh[axis].get_group()) for axis in sizes}
-    if transport == "copy_engine":
+    if transport in ("copy_engine", "measured"):
         _require_rows_to_copy(spec)
-        require_device_mesh(mesh)
+        if transport == "copy_engine":
+            require_device_mesh(mesh)
     elif transport != "auto" and backends != {transport}:
         raise PassError(
             "parallelize",
@@ -255,7 +291,7 @@ def make_mesh(spec: Spec, model: nn.Module, mesh: DeviceMesh | None = None) -> D
     return mesh
 
 
-def _transport(spec: Spec) -> str:
+def _transport(spec: Spec) -> Asked:
     """What the spec says that moves the bytes. "auto" is the process group's backend."""
     return (spec.runtime or Runtime()).transport
 
@@ -265,7 +301,7 @@ def _require_rows_to_copy(spec: Spec) -> None:
     if expert is None or expert.size == 1 or expert.exchange != "all_to_all":
         raise PassError(
             "parallelize",
-            "runtime.transport: copy_engine moves rows between experts, and this spec only adds up over ranks",
+            f"runtime.transport: {_transport(spec)} moves rows between experts, and this spec only adds up over ranks",
             hint="parallel: {expert: {size: 2, exchange: all_to_all}}, or leave runtime.transport out",
         )
 

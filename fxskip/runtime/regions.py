@@ -42,6 +42,7 @@ from fxskip.runtime.watched import arguments_are_watched, result_is_watched
 from fxskip.schedule.order_region import schedules_of
 from fxskip.spec import Runtime
 from fxskip.swapped import Swapped, swapped_class
+from fxskip.transport import TransportChoice
 from fxskip.wiring import RegionWiring
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -70,6 +71,8 @@ class Region(Swapped):
     fxskip_lower: str
     fxskip_parallel: RegionParallel | None = None
     fxskip_mesh: LayerMesh
+    fxskip_transport: TransportChoice
+    """What `fxskip_parallel.transport` was before anybody changed it, and why."""
     fxskip_gradients: GradientsInBackward | None = None
     fxskip_compared: bool = False
     """Whether ranks with the same tokens have been seen to have them."""

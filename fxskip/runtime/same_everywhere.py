@@ -36,9 +36,9 @@ def require_same_everywhere(model: nn.Module, spec: Spec, mesh: DeviceMesh) -> N
 def require_same_lines(mine: list[str], mesh: DeviceMesh, who: str, found: str, *, hint: str) -> None:
     """Raise PassError on every process of the mesh where their lines differ, with the first difference."""
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
-    if len(set(_gather(digest, mesh).values())) == 1:
+    if len(set(gather(digest, mesh).values())) == 1:
         return
-    everyone = _gather(mine, mesh)
+    everyone = gather(mine, mesh)
     for at in range(max(map(len, everyone.values()))):
         at_rank = {rank: lines[at] if at < len(lines) else "nothing" for rank, lines in everyone.items()}
         if len(set(at_rank.values())) > 1:
@@ -102,7 +102,7 @@ def _fingerprint(parameter: torch.Tensor) -> str:
     return format(int(total) % 2**64, "x")
 
 
-def _gather(mine: T, mesh: DeviceMesh) -> dict[int, T]:
+def gather(mine: T, mesh: DeviceMesh) -> dict[int, T]:
     """That of each process of the mesh, by its rank, in order: one exchange an axis."""
     found = {dist.get_rank(): mine}
     for axis in range(mesh.ndim):

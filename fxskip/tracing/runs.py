@@ -64,6 +64,8 @@ class Stepper:
     """Other ranks run the same steps."""
     gradient: Tensor | None = None
     """Of the model's first result; None for the gradient of the loss, or a constant one."""
+    exchanges: tuple[str, ...] = ()
+    """How names of further pieces of a GPU's work begin that communicate, in small letters."""
 
     def run(self, between: Callable[[], None] = lambda: None) -> None:
         """One step: forward and, with gradients, backward; `between` is called after each of the two."""
@@ -120,7 +122,7 @@ class Stepper:
     def profiled(self) -> tuple[Kernel, ...]:
         """A step under the profiler of PyTorch."""
         self.meet()
-        return kernels_of(self.run)
+        return kernels_of(self.run, self.exchanges)
 
 
 def run_modes(

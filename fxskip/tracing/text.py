@@ -46,6 +46,8 @@ def head(timeline: Timeline) -> Iterator[str]:
     )
     yield "forward and backward" if about.gradients else f"forward only: {about.why_no_gradients}"
     yield notes(timeline)
+    if about.choice is not None:
+        yield f"transport of rows: {about.choice}"
 
 
 def notes(timeline: Timeline) -> str:

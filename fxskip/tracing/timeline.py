@@ -17,6 +17,7 @@ from fxskip.tracing.estimate import Estimate
 from fxskip.tracing.figures import PARTS, Figures, Rank, figures
 from fxskip.tracing.measured import Measured, measured
 from fxskip.tracing.records import Phase
+from fxskip.transport import TransportChoice
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class About:
     """"all_to_all", "all_reduce", or "" in one process."""
     transport: str
     """What moves the rows; "" in one process."""
+    choice: TransportChoice | None
+    """Why that does; None in one process."""
     gradients: bool
     why_no_gradients: str
     """"" where there are."""
@@ -101,7 +104,11 @@ class Timeline:
     def _as_data(self) -> dict[str, Any]:
         return {
             "fxskip_timeline": 1,
-            "about": asdict(self.about) | {"key": self.about.key.model_dump(mode="json")},
+            "about": asdict(self.about)
+            | {
+                "key": self.about.key.model_dump(mode="json"),
+                "choice": self.about.choice.as_data() if self.about.choice is not None else None,
+            },
             "estimated": {
                 phase: {
                     "figures": asdict(one.figures) | {"hidden": one.figures.hidden},

@@ -78,6 +78,7 @@ def trace(
         parallel.mode if parallel is not None else "one process",
         parallel.exchange if parallel is not None else "",
         parallel.transport if parallel is not None else "",
+        layers[0].fxskip_transport if parallel is not None else None,  # type: ignore[arg-type]
         stepper.gradients,
         why_no_gradients,
         shapes,

@@ -1,5 +1,6 @@
 """compile_region: what is captured, when it is captured again, and what cannot be captured."""
 
+import contextvars
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,28 @@ def test_sizes_do_not_matter_but_modes_do(region: CompiledRegion) -> None:
 
     first = captured[0]
     assert captured == [first, first, first, first + 1]
+
+
+def test_a_call_leaves_nothing_in_the_thread(region: CompiledRegion) -> None:
+    """PyTorch's patches of settings are context variables, which a thread keeps for ever."""
+    layer, x = Block(), torch.randn(2, 3, 4)
+    call(region, layer, x)
+    before = len(contextvars.copy_context())
+    for _ in range(5):
+        call(region, layer, x)
+    assert len(contextvars.copy_context()) == before
+
+
+def test_settings_are_what_they_were(region: CompiledRegion) -> None:
+    """After a call, and after a capture that failed inside another one's settings."""
+    before = torch._dynamo.config.recompile_limit
+    with torch._dynamo.config.patch(recompile_limit=3):
+        call(region, Block(), torch.randn(2, 3, 4))
+        assert torch._dynamo.config.recompile_limit == 3
+        with pytest.raises(CaptureError):
+            call(compile_region(as_captured, 1, "fails"), DataDependent(), torch.randn(2, 3, 4))
+        assert torch._dynamo.config.recompile_limit == 3
+    assert torch._dynamo.config.recompile_limit == before
 
 
 def test_arguments_and_results_are_those_of_the_layer(region: CompiledRegion) -> None:

@@ -9,16 +9,17 @@ import torch
 
 from fxskip.bench import overlap
 from fxskip.bench.goals import verdicts
+from fxskip.bench.mirror import mirrored
 from fxskip.bench.overlap import table
-from fxskip.bench.overlap_goals import TURN, ZERO, goals_of
-from fxskip.bench.overlap_model import Setting
+from fxskip.bench.overlap_goals import REAL, TURN, ZERO, goals_of
+from fxskip.bench.overlap_model import MIRROR, Setting
 from fxskip.bench.overlap_ranks import measure_alone
 from fxskip.bench.power import PowerLog
 from fxskip.errors import FxskipError
 from fxskip.tracing.processes import in_processes
 from tests.cli.command import run
 
-SETTING = Setting(3, 1, 8, 2, 1, slow_link=False, measured_costs=False, is_tiny=True)
+SETTING = Setting(3, 1, 8, 2, 1, link="default", measured_costs=False, is_tiny=True)
 
 
 def test_one_process_against_the_original():
@@ -42,14 +43,16 @@ def test_the_table():
         "trace": {"forward": phase, "backward": phase | {"coincidence": 0.85}, "step": phase},
     }
     report = {
-        "what": "two ranks", "layers": 8, "micro_batch": 2, "tokens": 4096, "link": "default",
-        "transport": "auto", "costs": "roofline",
+        "what": "two ranks", "layers": 8, "micro_batch": 2, "tokens": 4096, "choices": 6, "link": "default",
+        "transport": "measured", "costs": "roofline",
+        "rows moved by": {"farskip": {"chosen": "nccl", "why": "nccl 1.250 ms, copy_engine 1.500 ms"}},
         "tiny": False, "failed": "rank 1: it broke",
         "real routing, real data": {"farskip": own, "stock": {k: v for k, v in own.items() if k != "trace"}},
         "routing in turn, real data": {"farskip": own | {"as it is": mode(80.0)}},
     }  # fmt: skip
     text = "\n".join(table(report))
     assert "  failed: rank 1: it broke" in text
+    assert "  farskip: rows moved by nccl (nccl 1.250 ms, copy_engine 1.500 ms)" in text
     row = next(line for line in text.splitlines() if "farskip, real routing" in line)
     assert row.split()[-11:] == [
         "85.00", "81.00", "75.00", "0.40", "x1.080", "0.90", "0.85", "1.40", "5.50", "1650", "695",
@@ -71,6 +74,8 @@ def test_goals():
     assert found[name + "coincidence, forward"] == (None, "not measured")
     alone = {"student over original": 1.03}
     assert [one["verdict"] for one in verdicts(goals_of(alone), alone, ())] == ["missed by 0.98 %"]
+    image = report | {"link": MIRROR, "transport": "copy_engine", REAL: {"farskip": own}}
+    assert [one["verdict"] for one in verdicts(goals_of(image), image, ())] == ["met"]
 
 
 def test_clocks_within_the_steps():
@@ -102,6 +107,44 @@ def test_no_clocks():
 def test_without_two_gpus(tmp_path, capsys):
     assert run("bench", "overlap", "--out", tmp_path / "report.json") == 2
     assert "CUDA devices needed: 2; seen by this PyTorch: 0" in capsys.readouterr().err
+
+
+@pytest.fixture
+def image():
+    """The group of a process whose other ranks are its mirror images."""
+    with mirrored(2):
+        yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_mirror_image_sends_what_is_sent_to_it(image):
+    sent, received = torch.arange(6.0).view(3, 2), torch.zeros(3, 2)
+    torch.distributed.all_to_all_single(received, sent, [1, 2], [1, 2])
+    assert torch.equal(received, sent)
+    said = [None, None]
+    torch.distributed.all_gather_object(said, {"rows": 3})
+    assert said == [{"rows": 3}, {"rows": 3}]
+
+
+def test_what_a_mirror_image_cannot_know(image):
+    with pytest.raises(ValueError, match="sends"):
+        torch.distributed.all_to_all_single(torch.zeros(3), torch.zeros(3), [1, 2], [2, 1])
+    with pytest.raises(RuntimeError):
+        torch.distributed.all_reduce(torch.ones(1))
+
+
+def test_the_mirror_is_measured_by_itself(tmp_path, capsys):
+    assert run("bench", "overlap", "--tiny", "--mirror", "--alone", "--out", tmp_path / "report.json") == 2
+    assert "--mirror is given with another choice" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_tiny_mirror(tmp_path):
+    out = tmp_path / "report.json"
+    assert run("bench", "overlap", "--tiny", "--mirror", "--rounds", "1", "--choices", "1", "--out", out) == 0
+    (found,) = json.loads(out.read_text())["settings"]
+    assert (found["what"], found["link"], found["choices"]) == ("one rank and its mirror image", MIRROR, 1)
+    assert set(found[ZERO]["farskip"]) == {"blocking", "as it is", "nothing sent", "trace"}
 
 
 def test_failures_are_in_the_file_and_in_the_exit_status(tmp_path, monkeypatch, capsys):
@@ -143,9 +186,14 @@ def test_a_rank_that_fails_is_named(monkeypatch):
 @pytest.mark.slow
 def test_tiny(tmp_path):
     out = tmp_path / "report.json"
-    assert run("bench", "overlap", "--tiny", "--slow-link", "--rounds", "1", "--out", out) == 0
+    options = ("--tiny", "--slow-link", "--measured-transport", "--rounds", "1")
+    assert run("bench", "overlap", *options, "--out", out) == 0
     report = json.loads(out.read_text())
     assert report["environment"]["sources_sha256"]
-    assert [(one["what"], one["link"]) for one in report["settings"]] == [
-        ("two ranks", "default"), ("two ranks", "NCCL_P2P_DISABLE=1"), ("one process", "default"),
+    assert [(one["what"], one["link"], one["transport"]) for one in report["settings"]] == [
+        ("two ranks", "default", "auto"), ("two ranks", "NCCL_P2P_DISABLE=1", "auto"),
+        ("two ranks", "default", "measured"), ("one process", "default", "auto"),
     ]  # fmt: skip
+    for one in report["settings"][:-1]:
+        for choice in one["rows moved by"].values():
+            assert choice["asked"] == one["transport"] and choice["chosen"] and choice["why"]

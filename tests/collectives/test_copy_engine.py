@@ -1,6 +1,7 @@
 """Exchanges by copies between devices: slots and their order, with a stand-in for the memory that ranks share."""
 
 import random
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -243,13 +244,33 @@ def refusals(rank: int, folder: Path) -> None:
     assert not fxskip.is_transformed(original)
 
 
+def test_a_device_without_access_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three devices that this process sees; another process has a fourth."""
+    asked = []
+
+    def can_access(device: torch.device, other: torch.device) -> bool:
+        asked.append((device.index, other.index))
+        return other.index == 2
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_access)
+    monkeypatch.setattr(peer_memory, "_device_name", lambda device: f"GPU-{device.index}")
+    device = torch.device("cuda", 1)
+    with pytest.warns(UserWarning, match=r"cuda:1 has no direct access to the memory of cuda:0 \(GPU-0\): "):
+        peer_memory.warn_without_access(device, ("GPU-0", "GPU-1", "GPU-2", "GPU-3"))
+    assert asked == [(1, 0), (1, 2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        peer_memory.warn_without_access(device, ("GPU-1", "GPU-2"))
+
+
 def peers_that_cannot_be(rank: int, folder: Path) -> None:
     """All ranks say the same, also of what only one of them lacks."""
     device, world = torch.device("cuda", rank), dist.group.WORLD
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(peer_memory, "_device_name", lambda device: f"GPU-{device.index}")
         patched.setattr(peer_memory, "_obstacle", lambda device: None)
-        peer_memory.require_peers(world, device)
+        assert peer_memory.require_peers(world, device) == ("GPU-0", "GPU-1")
         with pytest.raises(fxskip.PassError, match="several ranks share a device") as caught:
             peer_memory.require_peers(world, torch.device("cuda", 5))
         assert str(caught.value).count("device GPU-5") == 2

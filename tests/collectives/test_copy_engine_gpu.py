@@ -91,10 +91,34 @@ def a_shared_device_is_refused(rank: int, folder: Path) -> None:
     device = device_of(rank)
     del os.environ[SHARED]
     mesh = DeviceMesh.from_group(dist.new_group(backend="gloo"), "cuda", mesh_dim_names=("expert",))
-    original = model("mixtral", layers=1).to(device)
+    original = model("mixtral", layers=2).to(device)
     with pytest.raises(fxskip.PassError, match="copy_engine: several ranks share a device") as caught:
         spread_over(original, mesh, transport="copy_engine")
     assert f"rank {rank}: host" in str(caught.value)
+    choice = fxskip.transport_of(spread_over(original, mesh, transport="measured"))
+    assert (choice.chosen, choice.timed) == ("gloo", ())
+    assert "copies between devices are impossible: several ranks share a device (rank 0: host" in choice.why
+
+
+def the_faster_one_is_taken(backend: str, rank: int, folder: Path) -> None:
+    """Both are timed, and all ranks choose by the same numbers."""
+    device = device_of(rank)
+    mesh = DeviceMesh.from_group(group_of(backend), "cuda", mesh_dim_names=("expert",))
+    original = model("mixtral", layers=2, double=True).to(device)
+    free = torch.cuda.memory_allocated()
+    student = spread_over(original, mesh, transport="measured")
+    choice = fxskip.transport_of(student)
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, choice)
+    assert everyone == [choice, choice]
+    group, copies = choice.timed
+    assert group.transport.startswith(backend) and copies.transport == "copy_engine"
+    assert choice.chosen == ("copy_engine" if copies.ms < group.ms else group.transport)
+    assert min(min(own) for one in choice.timed for own in one.samples_ms) > 0
+    assert torch.cuda.memory_allocated() < free + (64 << 20)  # what was timed is gone
+    inputs = own_batch(rank)
+    want = step(spread_over(original, mesh), inputs, use_cache=False)
+    assert_same_bits(step(student, inputs, use_cache=False), want)
 
 
 @pytest.mark.distributed
@@ -105,6 +129,7 @@ def test_two_processes_on_one_device(tmp_path: Path) -> None:
     checks = (
         partial(rows_arrive, "gloo"),
         partial(bits_of_the_process_group, "gloo", torch.float64),
+        partial(the_faster_one_is_taken, "gloo"),
     )
     run_on_ranks(checks, tmp_path, limit_s=300)
 
@@ -125,5 +150,6 @@ def test_two_devices(tmp_path: Path) -> None:
         partial(rows_arrive, "nccl"),
         partial(bits_of_the_process_group, "nccl", torch.float64),
         partial(bits_of_the_process_group, "nccl", torch.bfloat16),
+        partial(the_faster_one_is_taken, "nccl"),
     )
     run_on_ranks(checks, tmp_path, limit_s=300)

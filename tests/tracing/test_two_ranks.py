@@ -276,7 +276,7 @@ def switches(rank: int, folder: Path) -> None:
 
 
 def a_tiny_bench(rank: int, folder: Path) -> None:
-    setting = Setting(3, 1, 16, 1, 1, slow_link=False, measured_costs=True, is_tiny=True)
+    setting = Setting(3, 1, 16, 1, 1, link="default", measured_costs=True, is_tiny=True)
     found = dict(measure_pair(setting, rank))
     conditions = {place[0] for place in found} - {"environment", "peak_gib"}
     assert conditions == {

@@ -104,6 +104,7 @@ def test_a_model_that_is_already_transformed() -> None:
         ({"schedule": {"overlap": "full"}}, "schedule"),
         ({"runtime": {"mode": "eager_wait"}}, "runtime.mode: eager_wait"),
         ({"runtime": {"transport": "nccl"}}, "runtime.transport: nccl"),
+        ({"runtime": {"transport": "measured"}}, "runtime.transport: measured"),
     ],
 )
 def test_a_setting_that_one_process_has_no_use_for_is_not_ignored(fields: Spec, named: str) -> None:
