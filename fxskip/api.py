@@ -26,7 +26,9 @@ from fxskip.pipeline import analyse
 from fxskip.planning import Plan, Trainable, trainable_parameters
 from fxskip.planning.deployment import TOKENS, Wishes
 from fxskip.program_analysis import ProgramAnalysis, explain_program
-from fxskip.runtime.parallelize import is_parallel, make_mesh, spread
+from fxskip.runtime.measured_costs import read_costs
+from fxskip.runtime.parallelize import is_parallel, make_mesh, refuse_spread, spread
+from fxskip.schedule.cost_table import CostTable
 from fxskip.schedule.costs import CONTEXT
 from fxskip.schedule.hardware import DEFAULT_HARDWARE, Hardware, MatrixType, load_hardware
 from fxskip.schedule.roofline import CopiesPer
@@ -62,18 +64,21 @@ def transform(
             processes of the default group; see `parallelize`.
 
     Raises:
-        SpecError: the spec is wrong, or selects layers that the model does not have.
+        SpecError: the spec is wrong, selects layers that the model does not have, or names a table of costs that
+            cannot be read.
+        ScheduleError: the costs were measured for another student.
         CaptureError: the model cannot be captured, or has no chain of layers.
         PassError: the architecture cannot be rewired like that, a rule has no effect, the model has no routed
             experts or is rewired already, or the spec asks for a stage that this version does not have.
     """
     loaded = load_spec(spec)
     _refuse_missing_stages(loaded, mesh)
-    spans = is_parallel(loaded)
-    if spans:
+    costs = None
+    if is_parallel(loaded):
         mesh = make_mesh(loaded, model, mesh)  # before the work: what is missing shows now
+        costs = read_costs(loaded, mesh)
     student = rewire(model, loaded, inplace=inplace, example_inputs=example_inputs)
-    return parallelize(student, mesh) if spans else student
+    return _spread(student, loaded, mesh, costs) if mesh is not None else student
 
 
 def rewire(
@@ -115,8 +120,10 @@ def parallelize(student: Model, mesh: DeviceMesh | None = None) -> Model:
     docs/overlap.md.
 
     Raises:
-        PassError: there is no process group, sizes do not fit, the processes hold different models, the model is
-            spread already, or its experts cannot be cut.
+        PassError: there is no process group, sizes do not fit, the processes hold different models or tables of
+            costs, the model is spread already, or its experts cannot be cut.
+        SpecError: `schedule.costs` names a file that is no table of costs.
+        ScheduleError: the costs were measured for another student.
     """
     model = inner_model(student)
     spec = load_spec(require_record("parallelize", model).spec)
@@ -127,13 +134,21 @@ def parallelize(student: Model, mesh: DeviceMesh | None = None) -> Model:
             hint="transform with a spec that says, for example, parallel: {expert: {size: 2}}",
         )
     _refuse_missing_stages(spec, mesh)
+    refuse_spread(rewired_layers(model))
+    mesh = make_mesh(spec, model, mesh)
+    return _spread(student, spec, mesh, read_costs(spec, mesh))
+
+
+def _spread(student: Model, spec: Spec, mesh: DeviceMesh, table: CostTable | None) -> Model:
+    model = inner_model(student)
     spread(
         model,
         rewired_layers(model),
         spec,
-        make_mesh(spec, model, mesh),
+        mesh,
         _tensor_plans(model, spec),
         lambda: Analysis.of_student("parallelize", model).costs,
+        table,
     )
     return student
 

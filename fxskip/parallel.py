@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxskip.errors import PassError
 from fxskip.leaves import running_layer
+from fxskip.schedule.cost_table import TaskCosts
 from fxskip.schedule.gradient_sums import GradientSum
 from fxskip.spec import Schedule
 from fxskip.transport import Moves
@@ -57,9 +58,11 @@ class RegionParallel:
     """Ranks that matrices are cut over, on the axis "tensor"."""
     gradients: tuple[GradientSum, ...] = ()
     """All-reduces of the layer's gradients in its backward pass, in the order in which they start."""
+    measured: TaskCosts | None = None
+    """What the table says that `schedule.costs` names; None where costs are estimated."""
 
 
-class Ranks:
+class LayerMesh:
     """The mesh that a layer runs on. A copy of the layer runs on the same; a pickle cannot hold it."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -96,7 +99,7 @@ class Ranks:
         found: list[int] = self._mesh.mesh[at].flatten().tolist()
         return found
 
-    def __deepcopy__(self, memo: Any) -> Ranks:
+    def __deepcopy__(self, memo: Any) -> LayerMesh:
         return self
 
     def __reduce__(self) -> Any:
@@ -109,6 +112,6 @@ class Ranks:
 
 def running_axis(name: str) -> DeviceMesh:
     """One axis of the mesh that the layer which runs now is spread over."""
-    ranks = running_layer().fxskip_ranks
-    assert isinstance(ranks, Ranks)
-    return ranks.axis(name)
+    layer_mesh = running_layer().fxskip_mesh
+    assert isinstance(layer_mesh, LayerMesh)
+    return layer_mesh.axis(name)

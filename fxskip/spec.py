@@ -16,8 +16,6 @@
 Nothing here runs a model or imports torch: a spec can be checked before the half minute that torch takes.
 """
 
-import hashlib
-import json
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -213,27 +211,6 @@ class Spec(Strict):
     def to_yaml(self) -> str:
         """The text of a spec file; `load_spec` reads it back to an equal spec."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None, width=110)
-
-    def digest(self) -> str:
-        """SHA-256, in hex, of what the spec means: the same however it was written, and whatever its name.
-
-        Rules are taken apart by block and sorted, defaults are written out, an axis of size 1 is none.
-        """
-        meaning = self.to_dict() | {"connect": self._claims(), "parallel": self._axes()}
-        meaning.pop("name", None)
-        text = json.dumps(meaning, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
-
-    def _claims(self) -> list[list[str]]:
-        return sorted(
-            [block, str(rule.layers), *sorted(map(str, rule.without))]
-            for rule in self.connect
-            for block in rule.blocks
-        )
-
-    def _axes(self) -> dict[str, Any]:
-        axes = self.parallel.model_dump(mode="json", exclude_none=True) if self.parallel else {}
-        return {axis: values for axis, values in axes.items() if values["size"] > 1}
 
 
 def load_spec(source: str | PathLike[str] | Mapping[str, Any] | Spec) -> Spec:

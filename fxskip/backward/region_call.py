@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from fxskip.backward.gradient_sum import GradientSum
 from fxskip.backward.inner_graph import PRODUCTS, Use, cut, gradients, reached, record, stray, uses
+from fxskip.backward.ordered_sum import OrderedSum
 from fxskip.backward.program import Event, Step
 from fxskip.backward.region_plan import Plan
 from fxskip.backward.shared_casts import Edges, SharedCasts, shares_casts
@@ -43,7 +43,7 @@ class RegionCall:
         """
         self.plan = plan
         self.aliases = aliases
-        self.sums = {name: GradientSum(plan.readers[name]) for name in inputs}
+        self.sums = {name: OrderedSum(plan.readers[name]) for name in inputs}
         for name, first in aliases.items():
             self.sums[first].also_read_by(plan.readers[name])
         self._leaves = {
@@ -119,7 +119,7 @@ class RegionCall:
             self.aliases[name] = key
             self.sums[key].also_read_by(self.plan.readers[name])
         else:
-            self.sums[name] = GradientSum(self.plan.readers[name])
+            self.sums[name] = OrderedSum(self.plan.readers[name])
             self._graphs[number].roots.append((name, get_gradient_edge(result)))
         return result if key in self._leaves else result.detach()
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from fxskip.backward.gradient_sum import GradientSum
 from fxskip.backward.inner_graph import Use, gradients, uses
+from fxskip.backward.ordered_sum import OrderedSum
 
 Edges = list[tuple[str, GradientEdge]]
 """Values by name, with the edges at which their gradients arrive."""
@@ -29,7 +29,7 @@ def shares_casts(tensor: Tensor) -> bool:
 class SharedCasts:
     """The casts of one call, by the name of their gradient's sum."""
 
-    def __init__(self, sums: dict[str, GradientSum], leaves: dict[str, GradientEdge]) -> None:
+    def __init__(self, sums: dict[str, OrderedSum], leaves: dict[str, GradientEdge]) -> None:
         """`leaves` are the parameters that several steps read while autocast keeps casts."""
         self._sums = sums
         self._leaves = leaves
@@ -65,7 +65,7 @@ class SharedCasts:
     def _cast(self, number: int, leaf: str, node: Node) -> tuple[str, GradientEdge]:
         name = self._names.setdefault(node, f"{leaf}, cast {len(self._names)}")
         _, edge = self._edges.setdefault(name, (leaf, GradientEdge(node, 0)))
-        self._sums.setdefault(name, GradientSum(())).also_read_by((number,))
+        self._sums.setdefault(name, OrderedSum(())).also_read_by((number,))
         return name, edge
 
     def leaf_of(self, name: str) -> str | None:

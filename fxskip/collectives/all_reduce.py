@@ -53,11 +53,11 @@ def _sum(tensor: Tensor, group: Any) -> Issued:
     if sends_nothing():
         return Issued(tensor, None, tensor)
     # Autograd and other readers may hold `tensor`, so the sum is taken in a copy.
-    return sum_in_place(tensor.clone(memory_format=torch.contiguous_format), group)
+    return reduce_in_place(tensor.clone(memory_format=torch.contiguous_format), group)
 
 
-def sum_in_place(buffer: Tensor, group: Any) -> Issued:
-    """Start the sum of `buffer`, contiguous, over the ranks of `group`; it overwrites `buffer`."""
+def reduce_in_place(buffer: Tensor, group: Any, how: Any = dist.ReduceOp.SUM) -> Issued:
+    """Start the sum of `buffer`, contiguous, over the ranks of `group`, or what `how` says; it overwrites `buffer`."""
     if sends_nothing():
         return Issued(buffer, None, buffer)
-    return Issued(buffer, dist.all_reduce(buffer, group=group, async_op=True), buffer)
+    return Issued(buffer, dist.all_reduce(buffer, how, group=group, async_op=True), buffer)

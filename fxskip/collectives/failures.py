@@ -1,8 +1,8 @@
 """Who failed, when a collective does not come to its end.
 
 A rank that stops in the middle of a pass leaves the others waiting. So it says so in the store of the process
-group, and whoever waits for longer than a moment looks there. A rank that was killed says nothing: its connections
-break, the others say that theirs did, and the one without a word is the one.
+group, and whoever waits for longer than a moment looks there; so does one whose process ends. A rank that was killed
+says nothing: its connections break, the others say that theirs did, and the one without a word is the one.
 
 After an error that all ranks had at the same place, they may go on together. They compare how many collectives each
 has issued, for one that is ahead would pair its next one with another of its peers.
@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -30,6 +32,7 @@ GRACE_S = 5.0
 """When a connection broke: how long the others have to say why."""
 MEETING_S = 60.0
 """After an error: how long to wait for the others to have it too."""
+_EXIT = "at its exit"
 
 
 class Work(Protocol):
@@ -68,7 +71,19 @@ def _member(group: Any) -> _Member:
     if group not in _MEMBERS:
         store = _get_process_group_store(group)
         _MEMBERS[group] = _Member(store, dist.get_process_group_ranks(group), dist.get_rank())
+        _speak_at_exit()
     return _MEMBERS[group]
+
+
+@cache
+def _speak_at_exit() -> None:
+    """Not by atexit, which the processes of multiprocessing leave out."""
+    Finalize(None, _say_that_this_process_ends, exitpriority=0)
+
+
+def _say_that_this_process_ends() -> None:
+    for member in list(_MEMBERS.values()):
+        _tell_ranks_of(member, f"its process ended, after {member.issued} collectives of the group", _EXIT)
 
 
 def join(group: Any) -> None:
@@ -86,12 +101,15 @@ def begin_pass() -> None:
 def tell(error: BaseException | str, place: str) -> None:
     """Say to the other ranks of all groups that this one has failed, once. Errors of the store are left aside."""
     what = error if isinstance(error, str) else f"{type(error).__name__}: {first_line(error)}"
-    follows = isinstance(error, CollectiveError)
     for member in list(_MEMBERS.values()):
-        if not member.told:
-            member.told = True
-            record = {"what": what, "place": place, "issued": member.issued, "follows": follows}
-            _store_set(member, json.dumps(record))
+        _tell_ranks_of(member, what, place, follows=isinstance(error, CollectiveError))
+
+
+def _tell_ranks_of(member: _Member, what: str, place: str, *, follows: bool = False) -> None:
+    if not member.told:
+        member.told = True
+        record = {"what": what, "place": place, "issued": member.issued, "follows": follows}
+        _store_set(member, json.dumps(record))
 
 
 @contextmanager
@@ -152,22 +170,29 @@ def _broken(name: str, member: _Member, error: Exception) -> CollectiveError:
         time.sleep(0.1)
         said = _said_by_others(member)
     silent = [rank for rank in others if rank not in said]
+    if not silent and any(record["place"] == _EXIT for record in said.values()):
+        return _remember(member, _stopped(name, member, said))
     found = f"the transport gave up: {first_line(error)}"
     if silent:
-        found += f"; no word from rank {', '.join(map(str, silent))}: killed, out of memory, or out of reach"
+        found += f"; no word from rank {', '.join(map(str, silent))}: killed, out of memory, out of reach, or ended"
     return _remember(member, CollectiveError(
         name, found, where=_listed(said) or None,
-        hint="look at the output of the ranks named here first, then start all processes again",
+        hint="look at the output of the ranks named here first, then start all processes again. A process that leaves "
+        f"out a forward or backward pass of the others breaks the transport like this: this one had issued "
+        f"{member.issued} collectives of the group",
     ))  # fmt: skip
 
 
 def _stopped(name: str, member: _Member, said: dict[int, dict[str, Any]]) -> CollectiveError:
     first = [rank for rank, record in said.items() if not record["follows"]] or list(said)
+    ended = all(said[rank]["place"] == _EXIT for rank in first)
     return CollectiveError(
         name,
-        f"waited for in vain: rank {', '.join(map(str, first))} had an error and stopped",
+        f"waited for in vain: rank {', '.join(map(str, first))} {'ended' if ended else 'had an error and stopped'}",
         where=_listed({rank: said[rank] for rank in first}),
-        hint="mend the error of that rank. Processes go on together only where all had theirs at the same place",
+        hint="all processes call the model equally often, with as many batches and new tokens: let all end together"
+        if ended
+        else "mend the error of that rank. Processes go on together only where all had theirs at the same place",
     )
 
 

@@ -35,19 +35,6 @@ def verify_flights(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
-def flight_plan(graph: fx.Graph) -> tuple[str, ...]:
-    """The collectives of a region in the order in which they are issued: what all ranks must have alike."""
-    return tuple(_described(node) for node in graph.nodes if is_start(node))
-
-
-def _described(start: fx.Node) -> str:
-    flight = start.args[1]
-    assert isinstance(flight, fx.Node)
-    how = [str(a) for a in flight.args if isinstance(a, str)]
-    crosses = any(user.target is leave_pending for user in start.users)
-    return " ".join((*how, *(("for the next layer",) if crosses else ())))
-
-
 def _check_start(start: fx.Node, position: dict[fx.Node, int]) -> None:
     waits = [user for user in start.users if is_wait(user)]
     leaves = [user for user in start.users if user.target is leave_pending]

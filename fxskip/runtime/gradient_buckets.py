@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxskip.collectives.all_reduce import sum_in_place
+from fxskip.collectives.all_reduce import reduce_in_place
 from fxskip.collectives.failures import join
 from fxskip.collectives.landing import Landing, launch
 from fxskip.collectives.measuring import Place, Sent
 from fxskip.errors import PassError
-from fxskip.parallel import TENSOR, Ranks, RegionParallel
+from fxskip.parallel import TENSOR, LayerMesh, RegionParallel
 from fxskip.schedule.gradient_sums import EMBEDDING, HEAD, GradientSum
 from fxskip.schedule.tasks import DATA, EXPERT_DATA
 
@@ -91,7 +91,7 @@ class Bucket:
                     own(parameter.grad).mul_(self.lane.share)
             return None
         sent = Sent(self.name, Place(self.layer, self.role, self.lane.name))
-        return launch(sent, self.lane.group, partial(sum_in_place, group=self.lane.group), self._packed())
+        return launch(sent, self.lane.group, partial(reduce_in_place, group=self.lane.group), self._packed())
 
     def finish(self, landing: Landing | None) -> None:
         """Wait for the mean, and make it the gradient; no gradient stays none where no process has one."""
@@ -135,6 +135,12 @@ class GradientPlan:
     """What is the same for all layers."""
     experts: frozenset[nn.Parameter] = field(repr=False)
     """Whose gradients are sums over the expert axis."""
+    everyone: Any
+    """The group of all processes of the mesh."""
+    device: torch.device
+    """Where numbers are compared."""
+    counts_reach_everyone: bool
+    """Whether all of them exchange counts of rows with each other in each layer of experts."""
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -150,20 +156,18 @@ class GradientPlan:
         )
 
     @cached_property
-    def digest(self) -> str:
-        """SHA-256, in hex, of the names of all parameters: the same on all processes of the mesh."""
-        return _hash(sorted(name for bucket in self.buckets for name in bucket.names))
+    def lines(self) -> tuple[str, ...]:
+        """What is averaged, in order: the same on all processes of the mesh, for shapes are those of all together."""
+        return tuple(
+            f"{name} {str(p.dtype).removeprefix('torch.')}{list(p.shape)}"
+            for bucket in self.buckets
+            for name, p in zip(bucket.names, bucket.parameters, strict=True)
+        )
 
-    def fingerprint(self, lane: Lane) -> Tensor:
-        """[1] int64: a hash of what is sent on a lane, in which order, alike on all its ranks."""
-        own_buckets = [b for b in self.buckets if b.lane is lane]
-        lines = [
-            f"{b.name} {n} {p.dtype} {own(p).shape}"
-            for b in own_buckets
-            for n, p in zip(b.names, b.parameters, strict=True)
-        ]
-        device = own_buckets[0].parameters[0].device
-        return torch.tensor([int(_hash(lines)[:15], 16)], device=device)
+    @cached_property
+    def number(self) -> int:
+        """A hash of `lines` in 60 bits."""
+        return int(hashlib.sha256("\n".join(self.lines).encode()).hexdigest()[:15], 16)
 
 
 def gradient_plan(
@@ -185,7 +189,7 @@ def gradient_plan(
         )
     first = next(iter(layers.values()))
     parallel = parallel_of(first)
-    data, expert_data = _lanes(first.fxskip_ranks, parallel)  # type: ignore[arg-type]
+    data, expert_data = _lanes(first.fxskip_mesh, parallel)  # type: ignore[arg-type]
     if arrive_scaled:
         expert_data = replace(
             expert_data, share=1 / expert_data.ranks, arrival=expert_data.share * expert_data.ranks
@@ -208,7 +212,9 @@ def gradient_plan(
                 role = f"{where}{kind}" + (f".{number}" if number > 1 else "")
                 names, parameters = zip(*group, strict=True)
                 buckets.append(Bucket(layer, role, lane, parameters, names))
-    return GradientPlan(tuple(buckets), parallel, experts)
+    everyone, counts_reach = _everyone(first.fxskip_mesh, parallel)  # type: ignore[arg-type]
+    device = next(model.parameters()).device
+    return GradientPlan(tuple(buckets), parallel, experts, everyone, device, counts_reach)
 
 
 _LAYER = ""
@@ -233,19 +239,28 @@ def parallel_of(layer: nn.Module) -> RegionParallel:
     return found
 
 
-def _lanes(ranks: Ranks, parallel: RegionParallel) -> tuple[Lane, Lane]:
+def _lanes(layer_mesh: LayerMesh, parallel: RegionParallel) -> tuple[Lane, Lane]:
     """Of what every process holds, or cuts among ranks with the same tokens, and of experts."""
     same_tokens = {TENSOR} if parallel.exchange == "all_to_all" else {TENSOR, parallel.expert_axis}
-    axes = tuple(name for name in ranks.mesh.mesh_dim_names or () if name not in same_tokens)
-    share = 1 / prod(ranks.mesh[name].size() for name in axes)
+    axes = tuple(name for name in layer_mesh.mesh.mesh_dim_names or () if name not in same_tokens)
+    share = 1 / prod(layer_mesh.mesh[name].size() for name in axes)
     found = []
     for name, own_axes in ((DATA, axes), (EXPERT_DATA, tuple(a for a in axes if a != parallel.expert_axis))):
-        size = prod(ranks.mesh[axis].size() for axis in own_axes)
-        group = ranks.lane(own_axes)
+        size = prod(layer_mesh.mesh[axis].size() for axis in own_axes)
+        group = layer_mesh.lane(own_axes)
         if group is not None:
             join(group)
         found.append(Lane(name, group, size, share))
     return found[0], found[1]
+
+
+def _everyone(layer_mesh: LayerMesh, parallel: RegionParallel) -> tuple[Any, bool]:
+    """The group of the whole mesh, and whether the exchanges of counts are among all of it."""
+    names = layer_mesh.mesh.mesh_dim_names or ()
+    group = layer_mesh.lane(names)
+    join(group)
+    wide = {name for name in names if layer_mesh.mesh[name].size() > 1}
+    return group, parallel.exchange == "all_to_all" and wide == {parallel.expert_axis}
 
 
 def _experts(layer: nn.Module) -> Iterator[nn.Parameter]:
@@ -289,10 +304,6 @@ def _cut(members: Iterable[tuple[str, nn.Parameter]], cap: int) -> Iterator[list
             bucket.append((name, parameter))
             held += size
         yield bucket
-
-
-def _hash(lines: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _require_plain(name: str, gradient: Tensor, parameter: nn.Parameter) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterator, MutableMapping
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,18 +30,19 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxskip.capture.sharding import is_sharded
-from fxskip.collectives.landing import Issued, Landing, backward_pass, launch
+from fxskip.collectives.comparison import Comparison
+from fxskip.collectives.landing import Landing, backward_pass
 from fxskip.collectives.measuring import Place, Sent, sends_nothing, waits_at_once
 from fxskip.errors import CollectiveError, PassError
 from fxskip.parallel import RegionParallel
 from fxskip.runtime.gradient_buckets import (
     Bucket,
     GradientPlan,
-    Lane,
     gradient_plan,
     parallel_of,
     spread_layers,
 )
+from fxskip.schedule.tasks import DATA
 
 _WHO = "schedule.gradients: in_backward"
 _NAMED = 5
@@ -59,14 +60,16 @@ class GradientsInBackward:
         self._model = model
         self._plan: GradientPlan | None = None
         self._mode = ""
-        self._trained: list[tuple[object, ...]] = []
+        self._trained: list[tuple[object, ...]] | None = None
         self._hooks: list[RemovableHandle] = []
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._warned = False
         self._averaged: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
         """The gradients that are means already, and were not added to since."""
         self._pass: _Pass | None = None
-        self._agreements: list[Agreement] = []
+        self._agreement: Agreement | None = None
+        """Under way in a forward pass."""
+        self._last_layer = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientsInBackward:
         return GradientsInBackward(copy.deepcopy(self._model, memo))
@@ -82,7 +85,7 @@ class GradientsInBackward:
         """A hash of what is averaged, from 1 to 65535; 0 where nothing is."""
         if self.accumulates or self._plan is None:  # no plan: no forward yet that records gradients
             return 0
-        return int(self._plan.digest[:8], 16) % 65535 + 1
+        return self._plan.number % 65535 + 1
 
     def prepare(self, parallel: RegionParallel) -> None:
         """See that all parameters that train now have hooks. Called before a forward pass that records gradients.
@@ -96,8 +99,10 @@ class GradientsInBackward:
         trained: list[tuple[object, ...]] = [
             (id(p), p.dtype, p.device) for p in self._model.parameters() if p.requires_grad
         ]
-        if trained == self._trained:
-            return
+        if trained != self._trained:
+            self._plan_anew(trained)
+
+    def _plan_anew(self, trained: list[tuple[object, ...]]) -> None:
         _refuse_fsdp(self._model)
         self._plan, self._trained = gradient_plan(_WHO, self._model, arrive_scaled=True), trained
         self._bucket_of = {p: bucket for bucket in self._plan.buckets for p in bucket.parameters}
@@ -109,16 +114,25 @@ class GradientsInBackward:
             for p, bucket in self._bucket_of.items()
             if bucket.lane.arrival != 1.0
         ]
-        for number, layer in enumerate(spread_layers(self._model).values()):
+        layers = spread_layers(self._model).values()
+        for number, layer in enumerate(layers):
             layer.fxskip_parallel = replace(parallel_of(layer), gradients=self._plan.of_layer(number))  # type: ignore[assignment]
-        for lane in self._plan.lanes:
-            if lane.group is not None and not sends_nothing():
-                self._agreements.append(Agreement(self._plan, lane))
+        self._last_layer = len(layers) - 1
 
-    def agree(self) -> None:
-        """Raise CollectiveError where other processes average other gradients, once after each change."""
-        agreements, self._agreements = self._agreements, []
-        for agreement in agreements:
+    def begin_to_agree(self) -> None:
+        """Begin to compare with other processes what is averaged, unless the counts of rows carry it.
+
+        In each forward pass, for a process cannot know that another one has changed something.
+        """
+        if not (self.plan.counts_reach_everyone or sends_nothing()):
+            self._agreement = Agreement(self.plan, _WHO, accumulates=self.accumulates)
+
+    def agree_before(self, layer: int) -> None:
+        """In the forward pass, before decoder layer number `layer` runs: where it is the last, raise CollectiveError
+        if other processes average other gradients. The comparison has run under the layers until there, and what is
+        sent next is the backward pass's."""
+        if layer == self._last_layer and self._agreement is not None:
+            agreement, self._agreement = self._agreement, None
             agreement.require()
 
     def parameters(self) -> Collection[nn.Parameter]:
@@ -198,10 +212,8 @@ class GradientsInBackward:
     # --- one bucket ---
 
     def _start(self, bucket: Bucket) -> Landing | None:
-        self.agree()
         with torch.no_grad():
-            landing = bucket.start()
-        return landing
+            return bucket.start()
 
     def _finish(self, bucket: Bucket, landing: Landing | None) -> None:
         with torch.no_grad():
@@ -258,34 +270,54 @@ class _Pass:
 
 
 class Agreement:
-    """A comparison of what the processes of a lane are about to average, under way."""
+    """A comparison of what the processes of a mesh are about to average, under way.
 
-    def __init__(self, plan: GradientPlan, lane: Lane, who: str = _WHO) -> None:
-        self._lane, self._who = lane, who
-        sent = Sent(
-            f"comparison of what trains ({lane.name}) of decoder layer 0",
-            Place(0, "comparison of what trains", lane.name),
-        )
-        self._landing = launch(sent, lane.group, self._gather, plan.fingerprint(lane))
+    accumulates   whether this one averages nothing yet, for another backward pass will add to the gradients
+    """
 
-    def _gather(self, mine: Tensor) -> Issued:
-        everyone = mine.new_empty(self._lane.ranks)
-        return Issued(
-            everyone, dist.all_gather(list(everyone.split(1)), mine, self._lane.group, async_op=True), mine
+    def __init__(self, plan: GradientPlan, who: str, *, accumulates: bool = False) -> None:
+        self._plan, self._who, self._accumulates = plan, who, accumulates
+        self._comparison = Comparison(
+            Sent(f"{_COMPARISON} ({DATA}) of decoder layer 0", Place(0, _COMPARISON, DATA)),
+            plan.everyone,
+            torch.tensor([0 if accumulates else plan.number], device=plan.device),
         )
 
     def require(self) -> None:
-        """Wait for it. Raises CollectiveError where processes differ."""
-        self._landing.land()
-        found = self._landing.buffer.tolist()
-        if len(set(found)) > 1:
-            ranks = dist.get_process_group_ranks(self._lane.group)
-            raise CollectiveError(
-                self._who,
-                "the processes train different parameters",
-                where="\n".join(f"rank {r}: plan {n:x}" for r, n in zip(ranks, found, strict=True)),
-                hint="freeze and add the same parameters, in the same dtypes, on all processes",
-            )
+        """Wait for it. Raises CollectiveError on all processes where some differ; it says how."""
+        if len({number for (number,) in self._comparison.get()}) == 1:
+            return
+        group = self._plan.everyone
+        lines = (_NOTHING,) if self._accumulates else self._plan.lines
+        everyone: list[tuple[str, ...]] = [()] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, lines, group=group)
+        ranks = dist.get_process_group_ranks(group)
+        raise CollectiveError(
+            self._who,
+            "the processes train different parameters",
+            where="\n".join(
+                f"rank {rank}: {said}" for rank, said in zip(ranks, _apart(everyone), strict=True)
+            ),
+            hint="freeze and add the same parameters, in the same dtypes, on all processes, and open no_sync on all",
+        )
+
+
+_COMPARISON = "comparison of what trains"
+_NOTHING = "nothing is averaged, inside of no_sync"
+
+
+def _apart(everyone: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Of each process, what not all have; where all have the same in another order, the first that is elsewhere."""
+    common = set(everyone[0]).intersection(*everyone)
+    at = next((n for n, lines in enumerate(zip(*everyone, strict=False)) if len(set(lines)) > 1), 0)
+    same_names = all(common.issuperset(lines) for lines in everyone)
+    for lines in everyone:
+        if same_names:
+            yield f"number {at} is {lines[at]}"
+            continue
+        extra = [line for line in lines if line not in common]
+        more = f", and {len(extra) - _NAMED} more" if len(extra) > _NAMED else ""
+        yield (", ".join(extra[:_NAMED]) + more) or "none of these"
 
 
 def _scaled(factor: float, gradient: Tensor) -> Tensor:

@@ -21,11 +21,13 @@ from fxskip.collectives.cut_linear import Cut, cut_linear
 from fxskip.collectives.peer_memory import require_device_mesh
 from fxskip.errors import PassError
 from fxskip.leaves import holds_experts, make_leaf
-from fxskip.parallel import EXPERT, TENSOR, ExpertStack, Ranks, RegionParallel
+from fxskip.parallel import EXPERT, TENSOR, ExpertStack, LayerMesh, RegionParallel
 from fxskip.runtime.gradients_in_backward import GradientsInBackward
+from fxskip.runtime.measured_costs import cost_key
 from fxskip.runtime.measured_transport import load_of, measured
 from fxskip.runtime.regions import Region
 from fxskip.runtime.same_everywhere import require_same_everywhere
+from fxskip.schedule.cost_table import CostTable, TaskCosts
 from fxskip.schedule.costs import ModelCosts
 from fxskip.schedule.hardware import DEFAULT_HARDWARE, hardware_names, load_hardware
 from fxskip.spec import Runtime, Schedule, Spec
@@ -42,6 +44,16 @@ Plan = Mapping[str, Cut]
 """How the matrices of a layer are cut, by the paths of their modules in it."""
 
 
+def refuse_spread(layers: Mapping[str, nn.Module]) -> None:
+    """Raise PassError where layers are spread over processes already."""
+    if any(getattr(layer, "fxskip_parallel", None) is not None for layer in layers.values()):
+        raise PassError(
+            "parallelize",
+            "the model is spread already",
+            hint="parallelize(student) once, or transform with parallel:",
+        )
+
+
 def spread(
     model: nn.Module,
     layers: Mapping[str, nn.Module],
@@ -49,20 +61,17 @@ def spread(
     mesh: DeviceMesh,
     plans: Mapping[str, Plan],
     costs: Callable[[], ModelCosts],
+    table: CostTable | None,
 ) -> None:
     """Keep this rank's experts and parts of matrices alone in each decoder layer, and have the layers exchange values.
 
     plans   by the path of the layer; of use where the mesh has the axis "tensor"
     costs   called where a transport is to be measured
+    table   measured costs of tasks; None where schedules are made by the roofline
 
-    Raises PassError where the processes do not hold the same model, and where experts or matrices cannot be cut.
+    Raises PassError where the processes do not hold the same model, and where experts or matrices cannot be cut,
+    ScheduleError where costs were measured for another student.
     """
-    if any(getattr(layer, "fxskip_parallel", None) is not None for layer in layers.values()):
-        raise PassError(
-            "parallelize",
-            "the model is spread already",
-            hint="parallelize(student) once, or transform with parallel:",
-        )
     require_same_everywhere(model, spec, mesh)
     axis, common = expert_axis(spec), _common(spec, mesh)
     found = {path: expert_paths(layer) if axis else [] for path, layer in layers.items()}
@@ -83,8 +92,13 @@ def spread(
     if choice.chosen == "copy_engine":
         connect_devices(mesh[common.expert_axis], warns=choice.asked == "copy_engine")
     common = replace(common, transport=choice.chosen)
+    if table is not None:
+        table.require_fit(
+            cost_key(model, layers, common, torch.device(mesh.device_type)), common.schedule.costs
+        )
+        common = replace(common, measured=TaskCosts.of(table))
     following = [*list(layers.values())[1:], None]
-    ranks = Ranks(mesh)
+    layer_mesh = LayerMesh(mesh)
     for (path, layer), after in zip(layers.items(), following, strict=True):
         assert isinstance(layer, Region)
         stacks = tuple(_cut(layer, inner, mesh[common.expert_axis]) for inner in found[path])
@@ -92,7 +106,7 @@ def spread(
             for inner, how in plans[path].items():
                 cut_linear(layer, inner, how, mesh[TENSOR])
         defers = common.mode != "reference" and after is not None and _has_several_streams(after)
-        layer.fxskip_ranks = ranks
+        layer.fxskip_mesh = layer_mesh
         layer.fxskip_transport = choice
         layer.fxskip_parallel = replace(common, experts=stacks, defers=defers)
     # DistributedDataParallel averages what all processes hold; each has experts of its own.
@@ -105,13 +119,13 @@ def spread(
 def _average_in_backward(model: nn.Module, layers: Mapping[str, nn.Module], parallel: RegionParallel) -> None:
     gradients = GradientsInBackward(model)
     gradients.prepare(parallel)
-    if all(lane.group is None for lane in gradients.plan.lanes):
+    lanes = gradients.plan.lanes  # none where nothing trains yet
+    if lanes and all(lane.group is None for lane in lanes):
         raise PassError(
             "schedule.gradients: in_backward",
             "all processes have the same tokens, so their gradients are equal",
             hint="leave schedule.gradients out, or add processes with tokens of their own to the mesh",
         )
-    gradients.agree()
     for layer in layers.values():
         layer.fxskip_gradients = gradients  # type: ignore[assignment]
 

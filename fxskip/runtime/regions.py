@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import _StopRecomputationError
 
 from fxskip.backward.explicit_region import explicit_region, has_flights, is_explicit
@@ -28,11 +29,12 @@ from fxskip.collectives.landing import backward_pass, drain
 from fxskip.collectives.measuring import sends_nothing
 from fxskip.errors import CaptureError, CollectiveError, PassError
 from fxskip.leaves import make_leaf, running
-from fxskip.parallel import TENSOR, Ranks, RegionParallel
+from fxskip.parallel import TENSOR, LayerMesh, RegionParallel
 from fxskip.pipeline import parallelise, rewire
 from fxskip.runtime.gradients_in_backward import GradientsInBackward
 from fxskip.runtime.layer_cache import layer_caches, on_device, uses_one_part
 from fxskip.runtime.lowering import lowered
+from fxskip.runtime.measured_costs import warn_of_other_tokens
 from fxskip.runtime.observed import Observed
 from fxskip.runtime.recompute import recomputed, recomputes, reentrant_refusal
 from fxskip.runtime.same_everywhere import require_same_tokens
@@ -68,12 +70,24 @@ class Region(Swapped):
     fxskip_recompute: str
     fxskip_lower: str
     fxskip_parallel: RegionParallel | None = None
-    fxskip_ranks: Ranks
+    fxskip_mesh: LayerMesh
     fxskip_transport: TransportChoice
     """What `fxskip_parallel.transport` was before anybody changed it, and why."""
     fxskip_gradients: GradientsInBackward | None = None
     fxskip_compared: bool = False
     """Whether ranks with the same tokens have been seen to have them."""
+    fxskip_tokens: int = 0
+    """Of the first layer: of this rank in the last forward pass."""
+    fxskip_costs_fit: bool = False
+    """Whether the number of tokens of a training pass has been held against that of measured costs."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy. torch copies parameters without their gradients, but DTensors with them: a copy would add its
+        first gradients of experts to those of the original, and of nothing else."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for parameter in self.parameters():
+            if isinstance(parameter, DTensor):
+                parameter.grad = None
 
     @_not_compiled_by_others
     def __call__(self, hidden_states: Tensor | Streams, *args: Any, **kwargs: Any) -> Any:
@@ -83,9 +97,13 @@ class Region(Swapped):
         try:
             if self.fxskip_layer == 0 and backward_pass() == -1:
                 begin_pass()
+                self._count_tokens(hidden_states)
                 self._compare_tokens(hidden_states)
                 if self.fxskip_gradients is not None and torch.is_grad_enabled():
                     self.fxskip_gradients.prepare(self.fxskip_parallel)
+                    self.fxskip_gradients.begin_to_agree()
+            if self.fxskip_gradients is not None:
+                self.fxskip_gradients.agree_before(self.fxskip_layer)
             return super().__call__(_entering(self, hidden_states), *args, **kwargs)
         except _StopRecomputationError:  # how torch's checkpoint ends a second run that has gone far enough
             drain()
@@ -139,9 +157,14 @@ class Region(Swapped):
             return
         axes = [TENSOR] if parallel.tensor_size > 1 else []
         axes += [parallel.expert_axis] if parallel.ranks > 1 and parallel.exchange == "all_reduce" else []
-        stream = hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states
-        require_same_tokens(stream, self.fxskip_ranks.mesh, axes)
+        require_same_tokens(_full_stream(hidden_states), self.fxskip_mesh.mesh, axes)
         self.fxskip_compared = True
+
+    def _count_tokens(self, hidden_states: Tensor | Streams) -> None:
+        self.fxskip_tokens = _full_stream(hidden_states).shape[:-1].numel()
+        if self.fxskip_parallel is not None and torch.is_grad_enabled() and not self.fxskip_costs_fit:
+            self.fxskip_costs_fit = True
+            warn_of_other_tokens(self.fxskip_tokens, self.fxskip_parallel)
 
     def _leave_nothing_in_flight(self, error: BaseException) -> None:
         """After an error: tell the other ranks, and wait for what is under way."""
@@ -220,6 +243,10 @@ def _build(
     if not torch.is_grad_enabled() or not has_flights(graph):
         return plain
     return explicit_region(module, graph, schedule, parallel, plain)
+
+
+def _full_stream(hidden_states: Tensor | Streams) -> Tensor:
+    return hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states
 
 
 def _entering(layer: Region, hidden_states: Any) -> Any:

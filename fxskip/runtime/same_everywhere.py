@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxskip.collectives.landing import Issued, launch
+from fxskip.collectives.comparison import Comparison
 from fxskip.collectives.measuring import Place, Sent
 from fxskip.errors import CollectiveError, PassError
 from fxskip.spec import Spec
@@ -26,21 +25,26 @@ def require_same_everywhere(model: nn.Module, spec: Spec, mesh: DeviceMesh) -> N
     The message names the first difference and what each process has. One small exchange of hashes; weights are read
     once.
     """
-    lines = list(_description(model, spec, mesh))
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    require_same_lines(
+        list(_description(model, spec, mesh)),
+        mesh,
+        "parallelize",
+        "the processes hold different models",
+        hint="load the same checkpoint, or set the same seed, and use one spec in all processes",
+    )
+
+
+def require_same_lines(mine: list[str], mesh: DeviceMesh, who: str, found: str, *, hint: str) -> None:
+    """Raise PassError on every process of the mesh where their lines differ, with the first difference."""
+    digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
     if len(set(gather(digest, mesh).values())) == 1:
         return
-    everyone = gather(lines, mesh)
-    longest = max(map(len, everyone.values()))
-    for at in range(longest):
-        found = {rank: lines[at] if at < len(lines) else "nothing" for rank, lines in everyone.items()}
-        if len(set(found.values())) > 1:
-            raise PassError(
-                "parallelize",
-                "the processes hold different models",
-                where="\n".join(f"rank {rank}: {line}" for rank, line in found.items()),
-                hint="load the same checkpoint, or set the same seed, and use one spec in all processes",
-            )
+    everyone = gather(mine, mesh)
+    for at in range(max(map(len, everyone.values()))):
+        at_rank = {rank: lines[at] if at < len(lines) else "nothing" for rank, lines in everyone.items()}
+        if len(set(at_rank.values())) > 1:
+            where = "\n".join(f"rank {rank}: {line}" for rank, line in at_rank.items())
+            raise PassError(who, found, where=where, hint=hint)
 
 
 def _description(model: nn.Module, spec: Spec, mesh: DeviceMesh) -> Iterator[str]:
@@ -64,9 +68,7 @@ def require_same_tokens(stream: torch.Tensor, mesh: DeviceMesh, axes: Iterable[s
     for axis in axes:
         group = mesh[axis].get_group()
         sent = Sent("comparison of tokens of decoder layer 0", Place(0, "comparison of tokens", axis))
-        landing = launch(sent, group, partial(_gathered, group=group), mine)
-        landing.land()
-        everyone = landing.buffer.view(-1, len(mine)).tolist()
+        everyone = Comparison(sent, group, mine).get()
         if any(one != everyone[0] for one in everyone):
             ranks = dist.get_process_group_ranks(group)
             raise CollectiveError(
@@ -82,12 +84,6 @@ def require_same_tokens(stream: torch.Tensor, mesh: DeviceMesh, axes: Iterable[s
 
 def _size(stream: torch.Tensor) -> tuple[int, int]:
     return stream.shape[:-1].numel(), stream.shape[-1]
-
-
-def _gathered(mine: torch.Tensor, group: Any) -> Issued:
-    everyone = mine.new_empty(dist.get_world_size(group) * len(mine))
-    parts = list(everyone.split(len(mine)))
-    return Issued(everyone, dist.all_gather(parts, mine, group, async_op=True), mine)
 
 
 _CHUNK = 1 << 22

@@ -2,18 +2,21 @@
 
 {
   "fxskip_costs": 1,
-  "key": {"shapes": {"hidden": [2, 4096, 2048]}, "dtype": "bfloat16", "device": "NVIDIA H200",
-          "versions": {"torch": "2.11.0", "nccl": "2.28.9"}},
-  "costs_us": {"layers.3.dispatch": 371.5, "layers.3.experts": 1190.2}
+  "key": {"model": "DeepseekV2ForCausalLM", "shapes": {"model.layers.0.self_attn.o_proj.weight": [2048, 2048]},
+          "parallel": {"expert": "8, all_to_all", "tensor": "1"}, "dtype": "bfloat16", "device": "NVIDIA H200",
+          "transport": "nccl", "versions": {"torch": "2.11.0", "nccl": "2.28.9"}},
+  "tokens": 8192,
+  "costs_us": {"dispatch": 371.5, "experts": 1190.2}
 }
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import statistics
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -26,17 +29,30 @@ from fxskip.strict_yaml import Document
 
 
 class CostKey(Strict):
-    """What measured costs depend on. Costs of another key say nothing."""
+    """What measured costs depend on, but for the number of tokens.
 
-    shapes: dict[str, list[int]] = Field(description="of each input that matters, by name")
+    Costs of other work say nothing: they are refused. Those of other machinery may still be the best there are: a
+    warning names both.
+    """
+
+    model: str = Field(min_length=1, description="class of the model")
+    shapes: dict[str, list[int]] = Field(
+        description="of the parameters of a decoder layer on all ranks together, by the name in the first layer that "
+        "has such a one"
+    )
+    parallel: dict[str, str] = Field(
+        description="sizes of the axes that a layer is spread over, and the exchange"
+    )
     dtype: str = Field(min_length=1, description="of weights and activations, as torch names it")
     device: str = Field(min_length=1, description="as torch.cuda.get_device_name() says")
+    transport: str = Field(min_length=1, description="what moves the bytes")
     versions: dict[str, str] = Field(description="of torch, NCCL, fxskip and what else runs kernels")
 
-    def digest(self) -> str:
-        """SHA-256 in hex; the same in every process and in whatever order names were given."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+
+_WORK = ("model", "shapes", "parallel", "dtype")
+"""The part of a key that says what is computed and sent."""
+_SHOWN = 3
+"""So many differences of one kind are quoted."""
 
 
 class CostTable(Strict):
@@ -44,25 +60,49 @@ class CostTable(Strict):
 
     fxskip_costs: Literal[1] = Field(default=1, description="version of this format")
     key: CostKey
-    costs_us: dict[str, PositiveFloat] = Field(min_length=1, description="by task name")
+    tokens: int = Field(ge=1, description="of one rank in the step that was measured")
+    costs_us: dict[str, PositiveFloat] = Field(min_length=1, description="by role of the task")
+
+    def require_fit(self, key: CostKey, path: str | PathLike[str]) -> None:
+        """Raise ScheduleError where the costs are those of other work than `key` says; warn where they were measured
+        on another device, by another transport or with other versions. `path`: where the table was read."""
+        differ = {
+            name: _difference(getattr(self.key, name), getattr(key, name)) for name in CostKey.model_fields
+        }
+        work = {name: found for name, found in differ.items() if found and name in _WORK}
+        if work:
+            raise ScheduleError(
+                "schedule.costs",
+                f"the costs were measured for another {', '.join(work)}",
+                where=f"{path}: " + "; ".join(work.values()),
+                hint="measure this student with fxskip trace, or write costs: roofline",
+            )
+        if other := [found for found in differ.values() if found]:
+            warnings.warn(
+                f"fxskip: schedule.costs: {path} was measured elsewhere: {'; '.join(other)}. Orders are chosen by it "
+                "all the same; fxskip trace measures here",
+                stacklevel=2,
+            )
 
 
-def load_costs(path: str | PathLike[str], *, key: CostKey | None = None) -> CostTable:
-    """Read and check a table. `key`: what it must have been measured for.
+@dataclass(frozen=True)
+class TaskCosts:
+    """What a layer is scheduled by of a table: plain data that can be hashed, for equal layers share their graphs."""
 
-    Raises SpecError for a file that is no table, and ScheduleError for one that was measured for something else.
-    """
-    table = validate(CostTable, Document(str(path), _json(Path(path))))
-    if key is not None and table.key != key:
-        wanted, found = key.model_dump(), table.key.model_dump()
-        differ = [name for name in wanted if wanted[name] != found[name]]
-        raise ScheduleError(
-            "load_costs",
-            f"the costs were measured for another {', '.join(differ)}",
-            where=f"{path}: " + "; ".join(f"{n} is {found[n]!r}, wanted {wanted[n]!r}" for n in differ),
-            hint="measure again with fxskip trace, or give the table of this configuration",
-        )
-    return table
+    tokens: int
+    """Of one rank, that the costs are of."""
+    us: tuple[tuple[str, float], ...]
+    """Role and microseconds of each task, in the order of roles."""
+
+    @staticmethod
+    def of(table: CostTable) -> TaskCosts:
+        """Those of a table."""
+        return TaskCosts(table.tokens, tuple(sorted(table.costs_us.items())))
+
+
+def load_costs(path: str | PathLike[str]) -> CostTable:
+    """Read and check a table. Raises SpecError for a file that cannot be read or is none."""
+    return validate(CostTable, Document(str(path), _json(Path(path))))
 
 
 def save_costs(table: CostTable, path: str | PathLike[str]) -> None:
@@ -104,11 +144,32 @@ def _json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(), object_pairs_hook=_without_repeats)
     except (OSError, ValueError) as error:
         raise SpecError(
-            "load_costs", f"{path} cannot be read: {error}", hint="give a table of costs"
+            "schedule.costs", f"{path} cannot be read: {_reason(error)}", hint=_HOW_TO_MEASURE
         ) from None
     if not isinstance(data, dict):
-        raise SpecError("load_costs", f"{path} holds no mapping", hint="see fxskip/schedule/cost_table.py")
+        raise SpecError("schedule.costs", f"{path} holds no mapping", hint=_HOW_TO_MEASURE)
     return data
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+_HOW_TO_MEASURE = (
+    "schedule.costs is roofline, or a table of measured costs: fxskip.trace(student, batch, out='trace') writes "
+    "trace/costs.json, and fxskip trace --out trace does"
+)
+
+
+def _difference(found: object, wanted: object) -> str:
+    """What one part of a table's key is, and what that of the student; "" where they are the same."""
+    if found == wanted:
+        return ""
+    if not (isinstance(found, dict) and isinstance(wanted, dict)):
+        return f"{found!r}, here {wanted!r}"
+    names = [name for name in found | wanted if found.get(name) != wanted.get(name)]
+    told = [f"{n} {found.get(n, 'missing')}, here {wanted.get(n, 'missing')}" for n in names[:_SHOWN]]
+    return ", ".join(told) + (f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

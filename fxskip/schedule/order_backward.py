@@ -45,7 +45,7 @@ def order_backward(tasks: RegionTasks, parallel: RegionParallel, split: Collecti
     Weight gradients stay in the region of their layer: autograd runs layer after layer. Raises ScheduleError where
     no order keeps to `max_in_flight_mib`.
     """
-    forward = with_weights(measured_graph(tasks.gradients, parallel.schedule.costs), split)
+    forward = with_weights(measured_graph(tasks.gradients, parallel), split)
     reductions = _reductions(tasks, parallel)
     graph = _crossing(derive_backward(forward, split_weights=True, reductions=reductions), tasks)
     schedule = solved(_without_gradient_bytes(graph), tasks.copies, parallel)

@@ -61,8 +61,8 @@ def order_region(
         left = next((n for u in units for n in u.nodes if n.target is leave_pending), None)
         repeats = (left.args[0] if left is not None else None) == arriving
         tasks = region_tasks(units, _costs(units, parallel), repeats=repeats)
-        graph, machine = measured_graph(tasks.graph, parallel.schedule.costs), machine_of(parallel)
-        gradients = measured_graph(tasks.gradients, parallel.schedule.costs)
+        graph, machine = measured_graph(tasks.graph, parallel), machine_of(parallel)
+        gradients = measured_graph(tasks.gradients, parallel)
         schedule = region_schedule(tasks, parallel)
         tasks.mark()
         _FOUND.setdefault(region, []).append(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,10 +48,6 @@ class CollectiveRecord:
     reason: str
     """Why nothing hides the exposed part; "" where nothing is exposed."""
 
-    @property
-    def hidden_us(self) -> float:
-        return sum(us for _, us in self.hidden_by)
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -91,10 +86,6 @@ class Schedule:
         """Part of all collective time that has compute beside it; 1 where there is no collective."""
         cost = sum(record.cost_us for record in self.collectives)
         return 1 - self.exposed_us / cost if cost else 1.0
-
-    def digest(self) -> str:
-        """SHA-256, in hex, of the steps: what ranks compare before the first collective."""
-        return hashlib.sha256("\n".join(map(str, self.steps)).encode()).hexdigest()
 
     @cached_property
     def at(self) -> dict[str, Placed]:

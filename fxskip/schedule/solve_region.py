@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from fxskip.errors import ScheduleError
 from fxskip.parallel import EXPERT, RegionParallel
-from fxskip.schedule.cost_table import load_costs
 from fxskip.schedule.gradient_sums import GRADIENT_LANES, GradientSum
 from fxskip.schedule.hardware import load_hardware
 from fxskip.schedule.machine import Machine, contention_of
@@ -23,7 +22,7 @@ _TRIES = 300
 
 def region_schedule(tasks: RegionTasks, parallel: RegionParallel) -> Schedule:
     """The schedule of a region's forward tasks; raises what `solved` and `measured_graph` raise."""
-    return solved(measured_graph(tasks.graph, parallel.schedule.costs), tasks.copies, parallel)
+    return solved(measured_graph(tasks.graph, parallel), tasks.copies, parallel)
 
 
 def solved(graph: TaskGraph, copies: int, parallel: RegionParallel) -> Schedule:
@@ -40,17 +39,17 @@ def solved(graph: TaskGraph, copies: int, parallel: RegionParallel) -> Schedule:
     return solve(graph, rule=rule, machine=machine_of(parallel), max_in_flight_bytes=cap, tries=_TRIES)
 
 
-def measured_graph(graph: TaskGraph, costs: str) -> TaskGraph:
+def measured_graph(graph: TaskGraph, parallel: RegionParallel) -> TaskGraph:
     """The tasks of a region, with the costs of a table, by role, where the spec names one.
 
     Raises ScheduleError where the table lacks a task.
     """
-    if costs == "roofline":
+    if parallel.measured is None:
         return graph
-    table = load_costs(costs).costs_us
+    table = dict(parallel.measured.us)
     unknown = sorted({task.role for task in graph} - set(table))
     if unknown:
-        raise _not_in_table(unknown, costs)
+        raise _not_in_table(unknown, parallel.schedule.costs)
     return graph.with_costs({task.name: table[task.role] for task in graph})
 
 
@@ -59,9 +58,9 @@ def gradient_us(one: GradientSum, parallel: RegionParallel) -> float:
 
     Raises ScheduleError where their table lacks it.
     """
-    if parallel.schedule.costs == "roofline":
+    if parallel.measured is None:
         return one.roofline_us(load_hardware(parallel.hardware))
-    table = load_costs(parallel.schedule.costs).costs_us
+    table = dict(parallel.measured.us)
     if one.role not in table:
         raise _not_in_table([one.role], parallel.schedule.costs)
     return table[one.role]

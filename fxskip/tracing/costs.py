@@ -15,10 +15,13 @@ _LEAST_US = 0.01
 """Of a task none of whose operations is left in the graph that runs, or too short for the clock."""
 
 
-def measured_costs(ranks: Sequence[Rank], roles: Mapping[str, str | None], key: CostKey) -> CostTable:
+def measured_costs(
+    ranks: Sequence[Rank], roles: Mapping[str, str | None], key: CostKey, tokens: int
+) -> CostTable:
     """By role: the median over steps and layers of a rank, then over ranks.
 
-    roles   the roles of all tasks; for what arrives from the layer before, the role of the collective there
+    roles    the roles of all tasks; for what arrives from the layer before, the role of the collective there
+    tokens   of one rank
 
     Raises ScheduleError where no layer was scheduled.
     """
@@ -29,7 +32,7 @@ def measured_costs(ranks: Sequence[Rank], roles: Mapping[str, str | None], key: 
             hint="trace a student with parallel: {expert: {size: 2}} or more, and runtime: {mode: scheduled}",
         )
     found = merged_costs([_of_rank(rank["blocking"].records, roles) for rank in ranks])
-    return CostTable(key=key, costs_us=found)
+    return CostTable(key=key, tokens=tokens, costs_us=found)
 
 
 def _of_rank(records: Sequence[StepRecord], roles: Mapping[str, str | None]) -> dict[str, float]:

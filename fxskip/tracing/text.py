@@ -38,7 +38,7 @@ def text(timeline: Timeline, layer: int, width: int) -> str:
 def head(timeline: Timeline) -> Iterator[str]:
     """What was traced, and what cannot be said of it."""
     about = timeline.about
-    shapes = ", ".join(f"{name} {shape}" for name, shape in about.key.shapes.items())
+    shapes = ", ".join(f"{name} {shape}" for name, shape in about.batch.items())
     processes = "1 process" if about.processes == 1 else f"{about.processes} processes"
     yield (
         f"{about.model}, {about.layers} layers, {processes} on {about.key.device}, {about.key.dtype}, {shapes}, "

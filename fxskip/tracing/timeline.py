@@ -40,8 +40,12 @@ class About:
     gradients: bool
     why_no_gradients: str
     """"" where there are."""
+    batch: Mapping[str, list[int]]
+    """Shapes of the tensors that the model was called with, on rank 0."""
+    tokens: int
+    """Of rank 0 in a step; 0 in one process, where no cost depends on it."""
     key: CostKey
-    """Shapes of the batch, dtype, device and versions."""
+    """What costs depend on beside tokens, as rank 0 sees it."""
 
 
 @dataclass(frozen=True)
@@ -150,4 +154,4 @@ class Timeline:
 
         Raises ScheduleError where no layer was scheduled.
         """
-        return measured_costs(self.ranks, self.roles, self.about.key)
+        return measured_costs(self.ranks, self.roles, self.about.key, self.about.tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,16 +18,17 @@ from fxskip.checkpoint.program import program_record
 from fxskip.errors import PassError
 from fxskip.parallel import RegionParallel
 from fxskip.runtime.gradients_in_backward import GradientsInBackward
+from fxskip.runtime.measured_costs import cost_key
 from fxskip.runtime.regions import Region
-from fxskip.schedule.cost_table import CostKey, save_costs
+from fxskip.schedule.cost_table import save_costs
 from fxskip.schedule.order_region import RegionSchedule
 from fxskip.schedule.solve_region import gradient_us
 from fxskip.schedule.tasks import Task
 from fxskip.tracing.estimate import collective_behind, estimated
-from fxskip.tracing.figures import Rank
 from fxskip.tracing.runs import MODES, Mode, Stepper, run_modes
 from fxskip.tracing.timeline import About, Timeline
-from fxskip.version import __version__
+
+T = TypeVar("T")
 
 
 def trace(
@@ -53,7 +54,8 @@ def trace(
     model = inner_model(student)
     require_record("trace", model)
     _check(model, batch, steps)
-    layers = list(rewired_layers(model).values())
+    by_path = rewired_layers(model)
+    layers = list(by_path.values())
     parallel = _parallel(layers[0])
     device = next(model.parameters()).device
     why_no_gradients = _why_no_gradients(model)
@@ -66,6 +68,9 @@ def trace(
         scheduled = []
     sums = _gradient_sums(layers[0]) if stepper.gradients else []
     ranks = _gathered(runs) if parallel is not None else [runs]
+    key = cost_key(model, by_path, parallel, device)
+    seen = (_shapes(batch), _tokens(layers[0]), key)
+    shapes, tokens, key = _gathered(seen)[0] if parallel is not None else seen
     about = About(
         type(model).__name__,
         len(layers),
@@ -77,7 +82,9 @@ def trace(
         "explicit" if any(one.backward is not None for one in scheduled) else "mirrored",
         stepper.gradients,
         why_no_gradients,
-        _key(model, batch, device),
+        shapes,
+        tokens,
+        key,
     )
     timeline = Timeline(
         about,
@@ -138,11 +145,17 @@ def _why_no_gradients(model: nn.Module) -> str:
     return ""
 
 
-def _gathered(runs: Rank) -> list[Rank]:
-    """What all ranks measured."""
-    found: list[Rank | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, runs)
-    return cast(list[Rank], found)
+def _tokens(layer: nn.Module) -> int:
+    """Of this rank in the step that was run last; 0 in one process."""
+    assert isinstance(layer, Region)
+    return layer.fxskip_tokens
+
+
+def _gathered(mine: T) -> list[T]:
+    """What all ranks have, by rank."""
+    found: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return cast(list[T], found)
 
 
 def _gradient_sums(layer: nn.Module) -> list[Task]:
@@ -165,19 +178,8 @@ def _roles(layers: list[RegionSchedule], sums: list[Task]) -> dict[str, str | No
     return roles | ({"arrival": next(iter(behind.values()))} if behind else {})
 
 
-def _key(model: nn.Module, batch: Mapping[str, Any], device: torch.device) -> CostKey:
-    shapes = {name: list(value.shape) for name, value in batch.items() if isinstance(value, Tensor)} or {
-        f"tensor {k}": list(t.shape)
-        for k, t in enumerate(pytree.tree_leaves(dict(batch)))
-        if isinstance(t, Tensor)
-    }
-    on_gpu = device.type == "cuda"
-    versions = {"torch": torch.__version__, "fxskip": __version__}
-    if on_gpu and dist.is_nccl_available():
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return CostKey(
-        shapes=shapes,
-        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
-        device=torch.cuda.get_device_name(device) if on_gpu else "cpu",
-        versions=versions,
-    )
+def _shapes(batch: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Of the tensors in a batch, by name; by number where they lie deeper."""
+    by_name = {name: list(value.shape) for name, value in batch.items() if isinstance(value, Tensor)}
+    leaves = [leaf for leaf in pytree.tree_leaves(dict(batch)) if isinstance(leaf, Tensor)]
+    return by_name or {f"tensor {number}": list(leaf.shape) for number, leaf in enumerate(leaves)}

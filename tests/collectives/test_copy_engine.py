@@ -19,7 +19,7 @@ from fxskip.collectives import copy_engine, peer_memory
 from fxskip.collectives.copy_engine import Slots, connect
 from fxskip.collectives.failures import Work
 from fxskip.collectives.landing import poisoned_buffers
-from fxskip.parallel import Ranks
+from fxskip.parallel import LayerMesh
 from tests.collectives.device import DEVICE
 from tests.collectives.shared_memory import SharedMemory
 from tests.collectives.spreads import (
@@ -188,9 +188,9 @@ def by_copies(student: nn.Module, folder: Path) -> tuple[nn.Module, SharedMemory
     """A copy of a student spread over gloo whose rows go through the stand-in; that, which notes sizes."""
     twin = in_mode(student, "scheduled")
     for layer in regions(twin):
-        assert layer.fxskip_parallel is not None and isinstance(layer.fxskip_ranks, Ranks)
+        assert layer.fxskip_parallel is not None and isinstance(layer.fxskip_mesh, LayerMesh)
         layer.fxskip_parallel = replace(layer.fxskip_parallel, transport="copy_engine")
-        group = layer.fxskip_ranks.axis("expert").get_group()
+        group = layer.fxskip_mesh.axis("expert").get_group()
     folder.mkdir(exist_ok=True)
     memory = SharedMemory(folder, dist.get_rank(), 2, pause_s=2e-3)
     connect(group, memory)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxskip
 from fxskip.collectives.landing import under_way
-from fxskip.parallel import Ranks
+from fxskip.parallel import LayerMesh
 from tests.collectives.deaths import run_until_all_end
 from tests.collectives.spreads import assert_same_bits, in_mode, model, own_batch, regions, spread, step
 
@@ -72,7 +72,7 @@ def on_a_group_of_its_own(module: nn.Module) -> nn.Module:
     group = dist.new_group(list(range(RANKS)))
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("expert",))
     for region in regions(module):
-        region.fxskip_ranks = Ranks(mesh)
+        region.fxskip_mesh = LayerMesh(mesh)
     return module
 
 
@@ -180,6 +180,31 @@ def one_is_killed(rank: int) -> None:
     assert "no word from rank 1: killed" in str(caught.value)
 
 
+def one_ends_early(rank: int) -> None:
+    """With fewer batches than the others, and no error."""
+    module = on_a_group_of_its_own(in_mode(student(), "scheduled"))
+    with torch.no_grad():
+        module(**own_batch(rank), use_cache=False)
+        if rank == 1:
+            return
+        with pytest.raises(fxskip.CollectiveError, match="waited for in vain: rank 1 ended") as caught:
+            module(**own_batch(rank), use_cache=False)
+    text = str(caught.value)
+    assert re.search("rank 1, at its exit: its process ended, after [0-9]+ collectives of the group", text)
+    assert "equally often" in text and "killed" not in text
+
+
+def one_leaves_a_backward_pass_out(rank: int) -> None:
+    """gloo ends the process that then issues a smaller exchange than the other; this one says what that may be."""
+    module = on_a_group_of_its_own(in_mode(student(), "scheduled"))
+    loss = backward_of(module, rank)
+    if rank == 1:
+        backward_of(module, rank)
+    with pytest.raises(fxskip.CollectiveError, match="no word from rank 1: killed, .* or ended") as caught:
+        loss.backward()
+    assert "leaves out a forward or backward pass of the others" in str(caught.value)
+
+
 def _all_of(checks: tuple[Callable[[int], None], ...], folder: Path, rank: int) -> None:
     for check in checks:
         (folder / f"rank{rank}").write_text(check.__name__)
@@ -200,6 +225,20 @@ def test_errors_and_a_killed_process(tmp_path: Path) -> None:
     ends, last = run((all_fail_in_forward, one_fails_in_forward, one_is_killed), tmp_path)
     assert last == ["done", "one_is_killed"]
     assert ends == {0: 0, 1: -signal.SIGKILL}
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_process_that_ends_early(tmp_path: Path) -> None:
+    ends, last = run((one_ends_early,), tmp_path)
+    assert (ends, last) == ({0: 0, 1: 0}, ["done", "done"])
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_backward_pass_left_out(tmp_path: Path) -> None:
+    ends, last = run((one_leaves_a_backward_pass_out,), tmp_path)
+    assert (ends, last) == ({0: 0, 1: -signal.SIGABRT}, ["done", "one_leaves_a_backward_pass_out"])
 
 
 @pytest.mark.distributed

@@ -1,5 +1,6 @@
 """Gradients of the mean loss, their norm, and optimizers, with some parameters spread over processes."""
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,58 @@ def the_norm_of_the_whole_gradient(rank: int, folder: Path) -> None:
         assert_close(twin, {n: p.grad for n, p in alone.named_parameters() if p.grad is not None})
 
 
+def the_norm_where_one_rank_has_less(rank: int, folder: Path) -> None:
+    """Of experts, rank 0 has no gradient at all; the norm is that of zeros in their place."""
+    twin = in_mode(pair()[0], "scheduled")
+    for norm_type in (2.0, 3.0, float("inf")):
+        twin.zero_grad(set_to_none=True)
+        twin(**own_batch(rank), use_cache=False).loss.backward()
+        fxskip.average_gradients(twin)
+        everything = []
+        for parameter in twin.parameters():
+            spread_out = isinstance(parameter, DTensor)
+            if rank == 0 and spread_out:
+                parameter.grad = None
+            if spread_out:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                everything.append(gradient.full_tensor().flatten())  # type: ignore[attr-defined]
+            elif parameter.grad is not None:
+                everything.append(parameter.grad.flatten())
+        want = torch.linalg.vector_norm(torch.cat(everything), norm_type)
+        got = fxskip.clip_grad_norm_(twin.parameters(), 1e-3, norm_type)
+        assert difference(got, want) < ROUNDING and want > 1e-3
+        again = fxskip.clip_grad_norm_(twin.parameters(), 1.0, norm_type)
+        assert difference(again, torch.tensor(1e-3).double()) < 1e-2  # 1e-6 is added to the norm
+
+
+def a_norm_that_is_not_finite(rank: int, folder: Path) -> None:
+    """On one rank alone; all say so, and nothing is scaled."""
+    twin = in_mode(pair()[0], "scheduled")
+    twin(**own_batch(rank), use_cache=False).loss.backward()
+    fxskip.average_gradients(twin)
+    experts = next(p for p in twin.parameters() if isinstance(p, DTensor))
+    if rank == 1:
+        experts.grad.to_local()[0] = float("nan")  # type: ignore[union-attr]
+    before = twin.lm_head.weight.grad.clone()  # type: ignore[union-attr,operator]
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_: the norm of order 2.0 of the gradients is nan"):
+        fxskip.clip_grad_norm_(twin.parameters(), 1e-3, error_if_nonfinite=True)
+    assert torch.equal(twin.lm_head.weight.grad, before)  # type: ignore[union-attr,arg-type]
+    assert fxskip.clip_grad_norm_(twin.parameters(), 1e-3).isnan()
+    with pytest.raises(fxskip.PassError, match="norm_type is 0"):
+        fxskip.clip_grad_norm_(twin.parameters(), 1e-3, 0)
+
+
+def a_copy_has_no_gradients(rank: int, folder: Path) -> None:
+    """Neither of what each process holds, as torch copies parameters, nor of experts; the original keeps its own."""
+    twin = in_mode(pair()[0], "scheduled")
+    twin(**own_batch(rank), use_cache=False).loss.backward()
+    had = [name for name, p in twin.named_parameters() if p.grad is not None]
+    other = copy.deepcopy(twin)
+    assert [name for name, p in other.named_parameters() if p.grad is not None] == []
+    assert [name for name, p in twin.named_parameters() if p.grad is not None] == had
+    assert any("experts" in name for name in had)
+
+
 def steps(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, *, mean: bool) -> None:
     """Three steps with clipping; `mean` over both batches in one process."""
     for number in range(3):
@@ -135,7 +188,7 @@ def not_spread_is_refused(rank: int, folder: Path) -> None:
 def four_processes(rank: int) -> None:
     """Two sets of experts: a mesh of data 2 and expert 2."""
     torch.set_num_threads(1)
-    assert pair()[0].model.layers[0].fxskip_ranks.mesh.shape == (2, 2)  # type: ignore[union-attr,index]
+    assert pair()[0].model.layers[0].fxskip_mesh.mesh.shape == (2, 2)  # type: ignore[union-attr,index]
     the_mean_over_processes(rank, Path())
     the_mean_beside_ddp(rank, Path())
 
@@ -152,6 +205,9 @@ def test_two_processes(tmp_path: Path) -> None:
         not_spread_is_refused,
         other_parameters_train,
         the_norm_of_one_parameter,
+        the_norm_where_one_rank_has_less,
+        a_norm_that_is_not_finite,
+        a_copy_has_no_gradients,
     )
     run_on_ranks(checks, tmp_path, limit_s=400)
 

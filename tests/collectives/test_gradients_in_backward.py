@@ -352,6 +352,26 @@ def other_parameters_train(rank: int) -> None:
         backward(student, rank)
 
 
+def others_would_be_averaged(rank: int, folder: Path) -> None:
+    """By call: what differs is named, with the ranks that have it, and what is in another order."""
+    by_call = copies()[0]
+    with pytest.raises(fxskip.PassError, match="parallelize: the model is spread already"):
+        fxskip.parallelize(by_call)
+    by_call.lm_head.requires_grad_(rank == 0)  # type: ignore[union-attr,operator]
+    with pytest.raises(
+        fxskip.CollectiveError, match="average_gradients: the processes train different"
+    ) as caught:
+        fxskip.average_gradients(by_call)
+    assert "rank 0: lm_head.weight float32[" in str(caught.value)
+    assert "rank 1: none of these" in str(caught.value)
+    by_call.requires_grad_(False)
+    for name in ("one", "other") if rank == 0 else ("other", "one"):
+        by_call.register_parameter(name, nn.Parameter(torch.ones(2)))
+    with pytest.raises(fxskip.CollectiveError, match="rank 1: number 0 is one ") as caught:
+        fxskip.average_gradients(by_call)
+    assert "rank 0: number 0 is other float32[2]" in str(caught.value)  # the last one registered comes first
+
+
 def all_fail_in_backward(rank: int) -> None:
     """While a bucket is in flight; all go on together."""
     by_call, student = copies()
@@ -482,6 +502,61 @@ def one_group_for_both_lanes(rank: int) -> None:
     assert [n for n, g in found[0].items() if not torch.equal(own(g), own(found[1][n]))] == []
 
 
+DATA_AXES = {
+    "all_reduce": {"expert": {"size": 2, "exchange": "all_reduce"}},
+    "tensor": {"tensor": {"size": 2}},
+    "all_to_all": {"expert": {"size": 2}},
+}
+
+
+def ranks_that_train_other_parameters(rank: int, kinds: tuple[str, ...]) -> None:
+    """On the axis data, and on that of ranks with the same tokens: all four say who, before a gradient is sent, and
+    train on when they agree."""
+    torch.set_num_threads(1)
+    for kind in kinds:
+        student = fxskip.transform(
+            model("qwen2_moe", layers=LAYERS),
+            {
+                "fxskip": 1,
+                "preset": "farskip",
+                "parallel": DATA_AXES[kind],
+                "schedule": {"gradients": "in_backward"},
+            },
+        )
+        batch_of = rank if kind == "all_to_all" else rank // 2
+        embedding = student.model.embed_tokens.weight
+        head = student.lm_head.weight
+        for odd, frozen_there in (((2, 3), head), ((1, 3), embedding)):
+            frozen_there.requires_grad_(rank not in odd)
+            if kind == "all_to_all" and odd == (1, 3):  # these exchange counts, which say it first
+                said = [f"rank {rank // 2 * 2}: decoder layer 0"]
+            else:
+                name = "lm_head.weight" if odd == (2, 3) else "model.embed_tokens.weight"
+                line = f"{name} float32{list(frozen_there.shape)}"
+                said = [f"rank {r}: {'none of these' if r in odd else line}" for r in range(4)]
+            with pytest.raises(fxskip.CollectiveError) as caught:
+                backward(student, batch_of)
+            assert [line for line in said if line not in str(caught.value)] == [], str(caught.value)
+            frozen_there.requires_grad_(True)
+        with pytest.raises(fxskip.CollectiveError, match="rank 2: nothing is averaged, inside of no_sync"):
+            if rank >= 2:
+                with fxskip.no_sync(student):
+                    backward(student, batch_of)
+            else:
+                backward(student, batch_of)
+        backward(student, batch_of)
+        mine = embedding.grad.clone()
+        torch.distributed.broadcast(mine, 0)
+        assert torch.equal(mine, embedding.grad) and mine.any()
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_ranks_that_train_other_parameters(tmp_path: Path) -> None:
+    body = partial(ranks_that_train_other_parameters, kinds=tuple(DATA_AXES))
+    run_ranks(body, 4, tmp_path / "store", limit_s=400)
+
+
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_one_group_for_both_lanes(tmp_path: Path) -> None:
@@ -496,7 +571,7 @@ def test_four_processes(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_two_processes(tmp_path: Path) -> None:
-    run_on_ranks((one_backward_pass,), tmp_path, limit_s=240)
+    run_on_ranks((one_backward_pass, others_would_be_averaged), tmp_path, limit_s=240)
 
 
 @pytest.mark.distributed

@@ -1,39 +1,87 @@
 """Measured costs: round trip, what they were measured for, medians over ranks."""
 
 import json
+import warnings
 from itertools import permutations
 
 import pytest
 
 from fxskip.errors import ScheduleError, SpecError
-from fxskip.schedule.cost_table import CostKey, CostTable, load_costs, merged_costs, save_costs
+from fxskip.schedule.cost_table import CostKey, CostTable, TaskCosts, load_costs, merged_costs, save_costs
 
 KEY = CostKey(
-    shapes={"hidden": [2, 4096, 2048]},
+    model="DeepseekV2ForCausalLM",
+    shapes={"layers.0.o_proj.weight": [2048, 2048], "layers.1.gate.weight": [64, 2048]},
+    parallel={"expert": "8, all_to_all", "tensor": "1"},
     dtype="bfloat16",
     device="NVIDIA H200",
+    transport="nccl",
     versions={"torch": "2.11.0", "nccl": "2.28.9"},
 )
-TABLE = CostTable(key=KEY, costs_us={"dispatch": 371.5, "experts": 1190.2})
+TABLE = CostTable(key=KEY, tokens=8192, costs_us={"dispatch": 371.5, "experts": 1190.2})
 
 
 def test_a_table_comes_back(tmp_path):
     save_costs(TABLE, tmp_path / "costs.json")
-    assert load_costs(tmp_path / "costs.json", key=KEY) == TABLE
+    assert load_costs(tmp_path / "costs.json") == TABLE
 
 
-def test_a_digest_depends_on_content_alone():
-    other = KEY.model_copy(update={"versions": {"nccl": "2.28.9", "torch": "2.11.0"}})
-    assert other.digest() == KEY.digest()
-    assert KEY.model_copy(update={"dtype": "float16"}).digest() != KEY.digest()
+def test_what_a_layer_is_scheduled_by_can_be_hashed():
+    other = TABLE.model_copy(update={"costs_us": {"experts": 1190.2, "dispatch": 371.5}})
+    assert hash(TaskCosts.of(other)) == hash(TaskCosts.of(TABLE))
+    assert TaskCosts.of(TABLE) == TaskCosts(8192, (("dispatch", 371.5), ("experts", 1190.2)))
 
 
-def test_a_table_of_another_configuration(tmp_path):
-    save_costs(TABLE, tmp_path / "costs.json")
-    wanted = KEY.model_copy(update={"device": "NVIDIA B200"})
-    with pytest.raises(ScheduleError, match="another device") as caught:
-        load_costs(tmp_path / "costs.json", key=wanted)
-    assert "'NVIDIA H200', wanted 'NVIDIA B200'" in str(caught.value)
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (
+            {"model": "MixtralForCausalLM"},
+            "another model\n.*'DeepseekV2ForCausalLM', here 'MixtralForCausalLM'",
+        ),
+        (
+            {"shapes": KEY.shapes | {"layers.1.gate.weight": [32, 2048]}},
+            r"another shapes\n.*layers.1.gate.weight \[64, 2048\], here \[32, 2048\]",
+        ),
+        (
+            {"shapes": {"layers.0.o_proj.weight": [2048, 2048]}},
+            r"layers.1.gate.weight \[64, 2048\], here missing",
+        ),
+        (
+            {"parallel": {"expert": "4, all_to_all", "tensor": "1"}, "dtype": "float32"},
+            "another parallel, dtype\n.*expert 8, all_to_all, here 4, all_to_all; 'bfloat16', here 'float32'",
+        ),
+    ],
+)
+def test_costs_of_other_work_are_refused(change, found):
+    with pytest.raises(ScheduleError, match=found) as caught:
+        TABLE.require_fit(KEY.model_copy(update=change), "mine/costs.json")
+    assert "mine/costs.json" in str(caught.value) and "fxskip trace" in str(caught.value)
+
+
+def test_many_differences_are_counted():
+    wide = KEY.model_copy(update={"shapes": {f"layers.{n}.weight": [n] for n in range(10)}})
+    with pytest.raises(ScheduleError, match="and 9 more"):
+        TABLE.require_fit(wide, "costs.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"device": "NVIDIA B200"}, "'NVIDIA H200', here 'NVIDIA B200'"),
+        ({"transport": "copy_engine"}, "'nccl', here 'copy_engine'"),
+        ({"versions": {"torch": "2.13.0"}}, "torch 2.11.0, here 2.13.0, nccl 2.28.9, here missing"),
+    ],
+)
+def test_costs_of_other_machinery_are_taken_with_a_warning(change, found):
+    with pytest.warns(UserWarning, match=f"mine/costs.json was measured elsewhere: {found}"):
+        TABLE.require_fit(KEY.model_copy(update=change), "mine/costs.json")
+
+
+def test_costs_that_fit_say_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TABLE.require_fit(KEY, "costs.json")
 
 
 def test_all_problems_of_a_file_are_told(tmp_path):
@@ -61,8 +109,9 @@ def test_a_file_that_is_no_table(tmp_path, text, found):
 
 
 def test_a_file_that_does_not_exist(tmp_path):
-    with pytest.raises(SpecError, match="cannot be read"):
+    with pytest.raises(SpecError, match=r"none\.json cannot be read: No such file") as caught:
         load_costs(tmp_path / "none.json")
+    assert "trace/costs.json" in str(caught.value)
 
 
 def test_ranks_agree_in_whatever_order_they_come():

@@ -88,7 +88,7 @@ def test_the_result_is_the_same_in_every_run() -> None:
     one, tasks = drawn("farskip")
     again = order_backward(tasks, one.parallel, split(tasks))
     assert again.events == backward("farskip").events
-    assert again.schedule.digest() == backward("farskip").schedule.digest()
+    assert again.schedule.steps == backward("farskip").schedule.steps
 
 
 def test_what_cannot_be_split_stays_whole() -> None:

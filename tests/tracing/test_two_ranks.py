@@ -1,8 +1,11 @@
 """A trace of a student that is spread over two processes."""
 
 import json
+import os
+import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from fxskip.bench.overlap_model import WIRINGS, Setting
 from fxskip.bench.overlap_ranks import measure_pair
 from fxskip.collectives.landing import under_way
 from fxskip.collectives.measuring import routing_in_turn, sending_nothing, waiting_at_once
-from fxskip.schedule.cost_table import load_costs
+from fxskip.schedule.cost_table import load_costs, save_costs
 from fxskip.schedule.order_region import schedules_of
 from fxskip.tracing.records import StepRecord
 from fxskip.tracing.runs import ModeRuns
@@ -129,8 +132,9 @@ def assert_files(folder: Path, timeline: fxskip.Timeline) -> None:
 
 def assert_costs_can_be_used(path: Path, timeline: fxskip.Timeline, inputs: dict[str, Any]) -> None:
     """What was written is what a spec reads, and what a schedule is then made by."""
-    table = load_costs(path, key=timeline.about.key)
+    table = load_costs(path)
     assert table == timeline.costs()
+    assert table.tokens == inputs["input_ids"].numel()
     student = spread(original(), schedule={"costs": str(path)})
     assert torch.isfinite(student(**inputs).loss)
     again = fxskip.trace(student, inputs, steps=1)
@@ -201,6 +205,59 @@ def cut_both_ways(rank: int, folder: Path) -> None:
                 sent = [f.name for f in runs["as it is"].records[0].flights if f.phase == phase]
                 assert set(sent) == want and len(sent) == len(want)
         assert {"1.enter.bwd", "1.enter.4.bwd"} <= want
+
+
+def scheduled_by(path: Path, kind: str = "deepseek_v2", **overrides: Any) -> Any:
+    return spread(model(kind, **({"layers": LAYERS} | overrides)), schedule={"costs": str(path)})
+
+
+def tables_that_do_not_fit(rank: int, folder: Path) -> None:
+    """Of another model, of other ranks, on one rank alone: said on both, before a layer is spread or a row is sent."""
+    path = folder / "trace" / "costs.json"
+    with pytest.raises(fxskip.ScheduleError, match="measured for another model, shapes"):
+        scheduled_by(path, "mixtral")
+    with pytest.raises(fxskip.ScheduleError, match=r"input_layernorm.weight \[64\], here \[32\]"):
+        scheduled_by(path, hidden_size=32)
+    own = folder / f"of{rank}" / "costs.json"
+    own.parent.mkdir()
+    table = load_costs(path)
+    save_costs(table.model_copy(update={"costs_us": table.costs_us | {"dispatch": 5.0 + rank}}), own)
+    os.chdir(own.parent)
+    with pytest.raises(fxskip.PassError, match="read different tables") as caught:
+        scheduled_by(Path("./costs.json"))
+    assert "rank 0: costs_us.dispatch: 5.0\n" in str(caught.value)
+    assert "rank 1: costs_us.dispatch: 6.0\n" in str(caught.value)
+    own.rename(own.with_name(f"only-on-{rank}.json"))
+    with pytest.raises(fxskip.PassError, match=r"rank 1: .*only-on-0\.json cannot be read: No such file"):
+        scheduled_by(Path("./only-on-0.json"))
+    with (
+        patch("fxskip.api.rewire", side_effect=AssertionError("captured first")),
+        pytest.raises(fxskip.SpecError, match=r"none\.json cannot be read: No such file"),
+    ):
+        scheduled_by(folder / "none.json")
+
+
+def tables_of_other_circumstances(rank: int, folder: Path) -> None:
+    """Used, and said. A model with more such layers is the same work."""
+    table, path = load_costs(folder / "trace" / "costs.json"), folder / "elsewhere.json"
+    key = table.key.model_copy(update={"device": "NVIDIA H200"})
+    if rank == 0:
+        save_costs(table.model_copy(update={"key": key, "tokens": 500}), path)
+    dist.barrier()
+    with pytest.warns(
+        UserWarning, match=r"elsewhere\.json was measured elsewhere: 'NVIDIA H200', here 'cpu'"
+    ):
+        student = scheduled_by(path, layers=LAYERS + 1)
+    evaluated = student.eval()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        evaluated(**own_batch(rank))
+    tokens = own_batch(rank)["input_ids"].numel()
+    with pytest.warns(UserWarning, match=f"measured with 500 tokens a rank, and this pass has {tokens};"):
+        student.train()(**own_batch(rank))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        student(**own_batch(rank))
 
 
 def gradients_in_backward(rank: int, folder: Path) -> None:
@@ -309,7 +366,13 @@ def a_tiny_bench(rank: int, folder: Path) -> None:
 
 @pytest.mark.distributed
 def test_on_two_ranks(tmp_path: Path) -> None:
-    checks = (everything_about_a_trace, switches, explicit_backward)
+    checks = (
+        everything_about_a_trace,
+        tables_that_do_not_fit,
+        tables_of_other_circumstances,
+        switches,
+        explicit_backward,
+    )
     run_on_ranks(checks, tmp_path, limit_s=240)
 
 

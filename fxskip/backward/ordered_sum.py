@@ -13,7 +13,7 @@ from torch import Tensor
 from fxskip.errors import ScheduleError
 
 
-class GradientSum:
+class OrderedSum:
     """The gradient of one value, while the steps that read it run backward.
 
     readers   numbers of the steps that read the value, last first
