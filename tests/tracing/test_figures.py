@@ -7,7 +7,7 @@ import pytest
 
 from fxskip.schedule.intervals import length, uncovered, union
 from fxskip.tracing.figures import figures
-from fxskip.tracing.kernels import kind, read_events
+from fxskip.tracing.kernels import kind_of, read_events
 from fxskip.tracing.records import Flight, Kernel, StepRecord, Task
 from fxskip.tracing.runs import ModeRuns, Times
 
@@ -149,7 +149,7 @@ def test_kernels_come_before_what_the_host_saw():
     ],
 )
 def test_kinds_of_kernels(name, expected):
-    assert kind(name) == expected
+    assert kind_of(name) == expected
 
 
 def event(name, start, end, device="CUDA", note=False):
