@@ -25,8 +25,8 @@ from fxskip.collectives.failures import join
 from fxskip.collectives.landing import Landing, launch
 from fxskip.collectives.measuring import Place, Sent
 from fxskip.errors import PassError
-from fxskip.parallel import TENSOR, LayerMesh, RegionParallel
-from fxskip.schedule.gradient_sums import EMBEDDING, HEAD, GradientSum
+from fxskip.parallel import TENSOR, GradientSum, LayerMesh, RegionParallel
+from fxskip.schedule.gradient_sums import EMBEDDING, HEAD
 from fxskip.schedule.tasks import DATA, EXPERT_DATA
 
 

@@ -21,13 +21,13 @@ from fxskip.collectives.cut_linear import Cut, cut_linear
 from fxskip.collectives.peer_memory import require_device_mesh
 from fxskip.errors import PassError
 from fxskip.leaves import holds_experts, make_leaf
-from fxskip.parallel import EXPERT, TENSOR, ExpertStack, LayerMesh, RegionParallel
+from fxskip.parallel import EXPERT, TENSOR, ExpertStack, LayerMesh, RegionParallel, TaskCosts
 from fxskip.runtime.gradients_in_backward import GradientsInBackward
 from fxskip.runtime.measured_costs import cost_key
 from fxskip.runtime.measured_transport import load_of, measured
 from fxskip.runtime.regions import Region
 from fxskip.runtime.same_everywhere import require_same_everywhere
-from fxskip.schedule.cost_table import CostTable, TaskCosts
+from fxskip.schedule.cost_table import CostTable
 from fxskip.schedule.costs import ModelCosts
 from fxskip.schedule.hardware import DEFAULT_HARDWARE, hardware_names, load_hardware
 from fxskip.spec import Runtime, Schedule, Spec
@@ -96,7 +96,7 @@ def spread(
         table.require_fit(
             cost_key(model, layers, common, torch.device(mesh.device_type)), common.schedule.costs
         )
-        common = replace(common, measured=TaskCosts.of(table))
+        common = replace(common, measured=TaskCosts.of(table.tokens, table.costs_us))
     following = [*list(layers.values())[1:], None]
     layer_mesh = LayerMesh(mesh)
     for (path, layer), after in zip(layers.items(), following, strict=True):

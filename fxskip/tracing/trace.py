@@ -21,6 +21,7 @@ from fxskip.runtime.gradients_in_backward import GradientsInBackward
 from fxskip.runtime.measured_costs import cost_key
 from fxskip.runtime.regions import Region
 from fxskip.schedule.cost_table import save_costs
+from fxskip.schedule.gradient_sums import gradient_task
 from fxskip.schedule.order_region import RegionSchedule
 from fxskip.schedule.solve_region import gradient_us
 from fxskip.schedule.tasks import Task
@@ -164,7 +165,7 @@ def _gradient_sums(layer: nn.Module) -> list[Task]:
     if not isinstance(gradients, GradientsInBackward) or not isinstance(parallel, RegionParallel):
         return []
     sent = [bucket for bucket in gradients.plan.buckets if bucket.sends]
-    return [b.in_schedule.task(b.layer, gradient_us(b.in_schedule, parallel)) for b in sent]
+    return [gradient_task(b.in_schedule, b.layer, gradient_us(b.in_schedule, parallel)) for b in sent]
 
 
 def _roles(layers: list[RegionSchedule], sums: list[Task]) -> dict[str, str | None]:

@@ -9,10 +9,10 @@ import pytest
 from fxskip.analysis import Analysis
 from fxskip.errors import PassError, ScheduleError
 from fxskip.ir import is_matrix_product, value
+from fxskip.parallel import TaskCosts
 from fxskip.passes.place import place
 from fxskip.passes.split_collectives import flight_kind, is_start, is_wait
 from fxskip.passes.verify_flights import verify_flights
-from fxskip.schedule.cost_table import TaskCosts
 from fxskip.schedule.hardware import load_hardware
 from fxskip.schedule.order_region import _costs, order_region, schedules_of
 from fxskip.schedule.region_tasks import TASK, WAITS_FOR, RegionTasks, region_tasks
