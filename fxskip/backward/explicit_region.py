@@ -234,9 +234,8 @@ def _steps(graph: fx.Graph) -> dict[fx.Node, str]:
                 )
             steps[node] = steps[near]
     _write_in_one_step(graph, steps)
-    for node in reversed(
-        list(steps)
-    ):  # views and casts of a weight go where the product is, so that it can be split off
+    # Views and casts of a weight go where the product is, so that it can be split off.
+    for node in reversed(list(steps)):
         if all(n.op == "placeholder" and "_parameters_" in n.name for n in node.all_input_nodes):
             readers = {steps.get(user, "") for user in node.users}
             if node.all_input_nodes and len(readers) == 1 and "" not in readers:

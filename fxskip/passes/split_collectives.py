@@ -93,11 +93,16 @@ def is_wait(node: fx.Node) -> bool:
     return node.target is in_flight.wait
 
 
-def flight_kind(node: fx.Node) -> tuple[str, str]:
-    """For a flight, its start or its wait: "dispatch", "combine", "reduce" or "enter", and the axis of the mesh."""
+def flight_of(node: fx.Node) -> fx.Node:
+    """That of a start or a wait; a flight's own is itself."""
     flight = node.args[1] if is_start(node) or is_wait(node) else node
     assert isinstance(flight, fx.Node)
-    found: tuple[str, str] = flight.meta[FLIGHT_KIND]
+    return flight
+
+
+def flight_kind(node: fx.Node) -> tuple[str, str]:
+    """For a flight, its start or its wait: "dispatch", "combine", "reduce" or "enter", and the axis of the mesh."""
+    found: tuple[str, str] = flight_of(node).meta[FLIGHT_KIND]
     return found
 
 

@@ -85,10 +85,8 @@ def test_sums_of_gradients_are_collectives_of_the_backward_alone(spec: str) -> N
     assert len(starts) == 2
     h200 = load_hardware("h200")
     for task, start in zip((gradients["enter"], gradients["enter.2"]), starts, strict=True):
-        sent = n_bytes = (
-            value(start).numel() * value(start).element_size()
-        )  # a ring of two sends half of it twice
-        assert task.bytes_in_flight == n_bytes
+        sent = value(start).numel() * value(start).element_size()  # a ring of two sends half of it twice
+        assert task.bytes_in_flight == sent
         assert task.cost_us == pytest.approx(
             1e6 * (sent / h200.domain.bytes_per_s(2) + h200.collective_start_s.value)
         )
