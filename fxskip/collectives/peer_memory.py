@@ -72,6 +72,14 @@ class Copies:
         return bool(self._event.query())
 
 
+def enqueued(job: Callable[[], None], stream: torch.cuda.Stream) -> Work:
+    """What `job` enqueues, on `stream`, behind what the current stream of its device has now."""
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        job()
+        return Copies(stream.record_event(), stream.device)
+
+
 class SymmetricMemory:
     """`PeerMemory` of CUDA devices that reach each other's memory. The queue is a stream of high priority.
 
@@ -110,10 +118,7 @@ class SymmetricMemory:
 
     def run(self, job: Callable[[], None]) -> Work:
         """Enqueue what `job` enqueues on the stream."""
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            job()
-            return Copies(self._stream.record_event(), self.device)
+        return enqueued(job, self._stream)
 
     def meet(self) -> None:
         """Have the stream wait for those of all ranks."""
