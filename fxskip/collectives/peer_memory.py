@@ -58,7 +58,7 @@ class PeerMemory(Protocol):
         """In a job: what follows waits until all ranks have come here; what they did before is seen by all."""
 
 
-class Copies:
+class _Copies:
     """Work of the queue up to an event; whoever waits has their stream wait, not the host."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
@@ -77,7 +77,7 @@ def enqueued(job: Callable[[], None], stream: torch.cuda.Stream) -> Work:
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         job()
-        return Copies(stream.record_event(), stream.device)
+        return _Copies(stream.record_event(), stream.device)
 
 
 class SymmetricMemory:

@@ -23,6 +23,7 @@ from fxskip.runtime.regions import Region
 from fxskip.schedule.cost_table import save_costs
 from fxskip.schedule.gradient_sums import gradient_task
 from fxskip.schedule.order_region import RegionSchedule
+from fxskip.schedule.region_tasks import ARRIVAL
 from fxskip.schedule.solve_region import gradient_us
 from fxskip.schedule.tasks import Task
 from fxskip.tracing.estimate import collective_behind, estimated
@@ -176,7 +177,7 @@ def _roles(layers: list[RegionSchedule], sums: list[Task]) -> dict[str, str | No
     roles: dict[str, str | None] = {task.role: None for graph in graphs for task in graph}
     roles |= {task.role: None for task in sums}
     behind = collective_behind(layers)
-    return roles | ({"arrival": next(iter(behind.values()))} if behind else {})
+    return roles | ({ARRIVAL: next(iter(behind.values()))} if behind else {})
 
 
 def _shapes(batch: Mapping[str, Any]) -> dict[str, list[int]]:
