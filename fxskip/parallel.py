@@ -141,3 +141,8 @@ def running_axis(name: str) -> DeviceMesh:
     layer_mesh = running_layer().fxskip_mesh
     assert isinstance(layer_mesh, LayerMesh)
     return layer_mesh.axis(name)
+
+
+def running_number() -> int:
+    """Number of the decoder layer that runs now."""
+    return int(running_layer().fxskip_layer)  # type: ignore[arg-type]

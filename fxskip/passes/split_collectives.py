@@ -20,8 +20,7 @@ from fxskip.collectives.in_flight import Flight
 from fxskip.collectives.kept import made_once
 from fxskip.collectives.measuring import Place, Sent
 from fxskip.ir import copy_graph, op_name
-from fxskip.leaves import running_layer
-from fxskip.parallel import EXPERT, Mode, running_axis
+from fxskip.parallel import EXPERT, Mode, running_axis, running_number
 from fxskip.passes.partial_values import enter, partial, reduce
 from fxskip.passes.shard import exchange
 
@@ -46,7 +45,7 @@ def take_off_sum(kind: Sum, axis: str, at_once: bool) -> Flight:
 
 
 def _sent(what: str, role: str, lane: str) -> Sent:
-    layer = int(running_layer().fxskip_layer)  # type: ignore[arg-type]
+    layer = running_number()
     return Sent(f"{what} of decoder layer {layer}", Place(layer, role, lane))
 
 
