@@ -36,7 +36,7 @@ from provenance import ROOT, provenance
 sys.path.insert(0, str(ROOT))
 
 from fxskip.collectives.all_to_all import AllToAll
-from fxskip.collectives.copy_engine import CopyExchange, connect
+from fxskip.collectives.copy_engine import CopyExchange, tried, use_slots
 from fxskip.collectives.failures import Work
 from fxskip.collectives.peer_memory import SymmetricMemory
 
@@ -52,7 +52,7 @@ def backgrounds(
     """What may run beside products, by name."""
     rows = torch.randn(sizes.rows, sizes.width, device=device, dtype=torch.bfloat16)
     other, memory = torch.empty_like(rows), SymmetricMemory(group, device)
-    connect(group, memory)
+    use_slots(group, tried(memory))
     counts = tuple(0 if to == rank else sizes.rows for to in range(RANKS))
 
     def copy() -> None:

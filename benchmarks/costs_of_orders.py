@@ -31,16 +31,16 @@ from fxskip.schedule.cost_table import save_costs
 from fxskip.tracing.runs import MODES, Mode, Stepper
 
 
-def scheduled_both_ways(setting: Setting, traced: int) -> tuple[dict[str, Stepper], str]:
+def scheduled_both_ways(setting: Setting) -> tuple[dict[str, Stepper], str]:
     """The two students, which have run, and the trace of the second."""
+    first = student(setting, "farskip")
+    by_roofline = stepper(setting, first, rank=0, together=False)
+    costs = fxskip.trace(first, by_roofline.batch, steps=setting.traced_steps).costs()
     with tempfile.TemporaryDirectory() as folder:
-        table = Path(folder) / "costs.json"
-        first = student(setting, "farskip")
-        by_roofline = stepper(setting, first, rank=0, together=False)
-        save_costs(fxskip.trace(first, by_roofline.batch, steps=traced).costs(), table)
-        second = student(setting, "farskip", table)
-        by_costs = stepper(setting, second, rank=0, together=False)
-        trace = fxskip.trace(second, by_costs.batch, steps=traced)  # captures read the table
+        save_costs(costs, Path(folder) / "costs.json")
+        second = student(setting, "farskip", Path(folder) / "costs.json")
+    by_costs = stepper(setting, second, rank=0, together=False)
+    trace = fxskip.trace(second, by_costs.batch, steps=setting.traced_steps)
     return {"roofline": by_roofline, "measured costs": by_costs}, str(trace)
 
 
@@ -70,14 +70,22 @@ def main() -> None:
         parser.add_argument(name, type=int, default=value)
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
-    tokens, traced = (16, 1) if given.tiny else (4096, 2)
+    tokens = 16 if given.tiny else 4096
     transport: Any = "copy_engine" if torch.cuda.is_available() else "auto"
     setting = Setting(
-        given.layers, given.micro_batch, tokens, given.rounds, traced, MIRROR, False, given.tiny, transport,
-        given.choices,
-    )  # fmt: skip
+        layers=given.layers,
+        micro_batch=given.micro_batch,
+        tokens=tokens,
+        rounds=given.rounds,
+        traced_steps=1 if given.tiny else 2,
+        link=MIRROR,
+        measured_costs=False,
+        is_tiny=given.tiny,
+        transport=transport,
+        choices=given.choices,
+    )
     with mirrored(RANKS):
-        steppers, trace = scheduled_both_ways(setting, traced)
+        steppers, trace = scheduled_both_ways(setting)
         times = in_turn(steppers, given.rounds)
     described = {
         "layers": given.layers,

@@ -22,13 +22,14 @@ from provenance import provenance
 from schedule_graphs import COLLECTIVES, INVENTED, decoder, roofline_costs
 
 from fxskip.schedule.derive_backward import derive_backward
-from fxskip.schedule.hardware import Transport, load_hardware
+from fxskip.schedule.hardware import load_hardware
 from fxskip.schedule.machine import Machine, contention_of
 from fxskip.schedule.optimal import solve_optimal
 from fxskip.schedule.overlap import overlap_figures
 from fxskip.schedule.problem import OrderRule
 from fxskip.schedule.solve import solve
 from fxskip.schedule.tasks import TaskGraph
+from fxskip.transport import Transport
 
 RULES: tuple[OrderRule, ...] = ("free", "layers", "periodic")
 TRANSPORTS: tuple[Transport, ...] = ("nccl", "copy_engine")

@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig
 
 from fxskip.analysis import Analysis
 from fxskip.capture.program import as_module, is_program
-from fxskip.capture.sharding import is_sharded
 from fxskip.capture.wrappers import inner_model, refuse_wrapped
 from fxskip.checkpoint.auto_classes import loader
 from fxskip.checkpoint.family import record_of, require_record, rewired_layers
@@ -32,6 +31,7 @@ from fxskip.schedule.cost_table import CostTable
 from fxskip.schedule.costs import CONTEXT
 from fxskip.schedule.hardware import DEFAULT_HARDWARE, Hardware, MatrixType, load_hardware
 from fxskip.schedule.roofline import CopiesPer
+from fxskip.sharding import is_sharded
 from fxskip.spec import Spec, load_spec
 from fxskip.transport import TransportChoice
 

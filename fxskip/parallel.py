@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,8 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxskip.errors import PassError
 from fxskip.leaves import running_layer
-from fxskip.schedule.cost_table import TaskCosts
-from fxskip.schedule.gradient_sums import GradientSum
 from fxskip.spec import Schedule
 from fxskip.transport import Moves
 
@@ -34,6 +33,33 @@ class ExpertStack:
     """On all ranks."""
     parameters_each: int
     """Elements of one expert."""
+
+
+@dataclass(frozen=True)
+class GradientSum:
+    """An all-reduce of gradients over processes with other tokens, on one rank."""
+
+    role: str
+    """Of the task in its layer, such as "gradients", "expert_gradients.2", "head_gradients"."""
+    lane: str
+    bytes: int
+    ranks: int
+    """That add up."""
+
+
+@dataclass(frozen=True)
+class TaskCosts:
+    """Measured costs of a layer's tasks: they can be hashed, for equal layers share their graphs."""
+
+    tokens: int
+    """Of one rank, that the costs are of."""
+    us: tuple[tuple[str, float], ...]
+    """Role and microseconds of each task, in the order of roles."""
+
+    @staticmethod
+    def of(tokens: int, us: Mapping[str, float]) -> TaskCosts:
+        """Those of a table, by role."""
+        return TaskCosts(tokens, tuple(sorted(us.items())))
 
 
 @dataclass(frozen=True)
@@ -115,3 +141,8 @@ def running_axis(name: str) -> DeviceMesh:
     layer_mesh = running_layer().fxskip_mesh
     assert isinstance(layer_mesh, LayerMesh)
     return layer_mesh.axis(name)
+
+
+def running_number() -> int:
+    """Number of the decoder layer that runs now."""
+    return int(running_layer().fxskip_layer)  # type: ignore[arg-type]

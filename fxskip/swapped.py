@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from fxskip.capture.sharding import refuse_to_pickle
+from fxskip.sharding import refuse_to_pickle
 
 
 class Swapped(nn.Module):

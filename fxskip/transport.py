@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from fxskip.schedule.hardware import Transport
-
+Transport = Literal["nccl", "nccl_network", "copy_engine"]
+"""What moves the bytes: NCCL over the links of a domain, NCCL over the network, or the copy engines in a domain."""
 Moves = Transport | Literal["gloo"]
-"""What can move rows: "nccl_network" is NCCL where ranks do not share fast links."""
+"""What can move rows."""
 Asked = Literal["auto", "nccl", "gloo", "copy_engine", "measured"]
 """What a spec can say."""
 

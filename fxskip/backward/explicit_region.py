@@ -31,8 +31,7 @@ from fxskip.collectives.landing import drain, one_backward_pass
 from fxskip.collectives.measuring import Place, watcher
 from fxskip.errors import PassError
 from fxskip.ir import copy_graph, is_tensor, storage, writers
-from fxskip.leaves import running_layer
-from fxskip.parallel import RegionParallel
+from fxskip.parallel import RegionParallel, running_number
 from fxskip.passes.split_collectives import is_start, is_wait, sends_back
 from fxskip.schedule.order_backward import complete_events, order_backward
 from fxskip.schedule.order_region import RegionSchedule
@@ -78,7 +77,7 @@ class ExplicitRegion:
         parameters = [p for module in self._modules for p in module.of_running_layer()]
         somebody = watcher()
         if somebody is not None:
-            somebody.enter_region(_layer(), self._schedule, arguments)
+            somebody.enter_region(running_number(), self._schedule, arguments)
         try:
             made = self.region(*arguments, *arrived, *parameters, *self._constants)
         finally:
@@ -93,7 +92,7 @@ class _LayerSite(Site):
     def __init__(self, lanes: Mapping[str, str]) -> None:
         """`lanes` are those of the tasks, by the names of their steps."""
         self._lanes = lanes
-        self._layer = _layer()
+        self._layer = running_number()
 
     def __str__(self) -> str:
         return f"decoder layer {self._layer}"
@@ -111,10 +110,6 @@ class _LayerSite(Site):
     def _place(self, step: str) -> Place | None:
         lane = self._lanes.get(step)
         return None if lane is None else Place(self._layer, step, lane)
-
-
-def _layer() -> int:
-    return int(running_layer().fxskip_layer)  # type: ignore[arg-type]
 
 
 def is_explicit(parallel: RegionParallel) -> bool:
@@ -234,9 +229,8 @@ def _steps(graph: fx.Graph) -> dict[fx.Node, str]:
                 )
             steps[node] = steps[near]
     _write_in_one_step(graph, steps)
-    for node in reversed(
-        list(steps)
-    ):  # views and casts of a weight go where the product is, so that it can be split off
+    # Views and casts of a weight go where the product is, so that it can be split off.
+    for node in reversed(list(steps)):
         if all(n.op == "placeholder" and "_parameters_" in n.name for n in node.all_input_nodes):
             readers = {steps.get(user, "") for user in node.users}
             if node.all_input_nodes and len(readers) == 1 and "" not in readers:

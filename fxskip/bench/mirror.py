@@ -19,13 +19,13 @@ from torch._C._distributed_c10d import HashStore
 
 from fxskip.collectives.copy_engine import Slots, use_slots
 from fxskip.collectives.failures import Work
-from fxskip.collectives.peer_memory import Copies
+from fxskip.collectives.peer_memory import enqueued
 
 BACKEND = "mirror"
 HOST_COPIES = ("memcpy htod",)
 """How the profiler names the copies that bring the rows of other ranks."""
-_SPREAD = 0.02
-"""Standard deviation of the numbers that other ranks seem to send."""
+_DTYPE, _SPREAD = torch.bfloat16, 0.02
+"""Type and standard deviation of the numbers that other ranks seem to send."""
 
 
 class _Done(dist.Work):
@@ -89,10 +89,9 @@ class MirrorGroup(dist.ProcessGroup):
 class HostMemory:
     """`PeerMemory` in which the other ranks' bytes lie in the host's pinned memory. They hold small normal numbers."""
 
-    def __init__(self, ranks: int, device: torch.device, dtype: torch.dtype) -> None:
-        """`dtype` of the numbers."""
+    def __init__(self, ranks: int, device: torch.device) -> None:
         self.rank, self.ranks, self.device = 0, ranks, device
-        self._dtype, self._zero = dtype, False
+        self._zero = False
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._parts: tuple[Tensor, ...] = ()
 
@@ -106,7 +105,7 @@ class HostMemory:
         self._parts = (own, *others)
 
     def _images(self, size: int) -> Tensor:
-        numbers = torch.zeros(size // self._dtype.itemsize, dtype=self._dtype, device=self.device)
+        numbers = torch.zeros(size // _DTYPE.itemsize, dtype=_DTYPE, device=self.device)
         if not self._zero:
             numbers.normal_(std=_SPREAD)
         return numbers.view(torch.uint8).cpu().pin_memory()
@@ -124,21 +123,18 @@ class HostMemory:
 
     def run(self, job: Callable[[], None]) -> Work:
         """Enqueue what `job` enqueues on a stream of high priority."""
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            job()
-            return Copies(self._stream.record_event(), self.device)
+        return enqueued(job, self._stream)
 
     def meet(self) -> None:
         """The others are there already."""
 
 
 @contextmanager
-def mirrored(ranks: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[HostMemory | None]:
-    """The default process group is that of rank 0 of `ranks` and its images, in the place of the one there is.
+def mirrored(ranks: int) -> Iterator[HostMemory | None]:
+    """The default process group is that of rank 0 of `ranks` and its images, in the place of the one there is; in the
+    end there is none.
 
-    On a GPU rows that copy engines move come from the memory that is given, as numbers of `dtype`. Without one they
-    are what was sent.
+    On a GPU rows that copy engines move come from the memory that is given. Without one they are what was sent.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -147,6 +143,9 @@ def mirrored(ranks: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[HostMe
     dist.init_process_group(BACKEND, store=HashStore(), rank=0, world_size=ranks)
     memory = None
     if torch.cuda.is_available():
-        memory = HostMemory(ranks, torch.device("cuda", torch.cuda.current_device()), dtype)
+        memory = HostMemory(ranks, torch.device("cuda", torch.cuda.current_device()))
         use_slots(dist.group.WORLD, Slots(memory))
-    yield memory
+    try:
+        yield memory
+    finally:
+        dist.destroy_process_group()

@@ -22,9 +22,9 @@ def goals_of(setting: Report) -> list[Goal]:
     """Those of one setting of the report."""
     if "student over original" in setting:
         return [Goal("one process: student over original", (), _alone, 1.02)]
-    bounds = BOUNDS.get((setting.get("transport", ""), setting["link"]))
     if setting["link"] == MIRROR:
         return [Goal("mirror image: step with real routing over routing in turn", (), _routing, 1.03)]
+    bounds = BOUNDS.get((setting.get("transport", ""), setting["link"]))
     if bounds is None:
         return []
     hidden, over_none = bounds

@@ -72,10 +72,10 @@ def measure_pair(setting: Setting, rank: int, send_zeros: Callable[[], None] = _
     yield ("environment",), environment() | {"nccl": _nccl()}
     with tempfile.TemporaryDirectory() as folder:
         models = {wiring: _student(setting, wiring, rank, Path(folder)) for wiring in WIRINGS}
-        steppers = {w: stepper(setting, model, rank=rank, together=True) for w, model in models.items()}
-        for wiring, model in models.items():
-            yield (MOVED_BY, wiring), fxskip.transport_of(model).as_data()
-        yield from _measured(setting, steppers, rank, send_zeros)  # captures read the costs in the folder
+    steppers = {w: stepper(setting, model, rank=rank, together=True) for w, model in models.items()}
+    for wiring, model in models.items():
+        yield (MOVED_BY, wiring), fxskip.transport_of(model).as_data()
+    yield from _measured(setting, steppers, rank, send_zeros)
     yield ("peak_gib",), _peak()
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxskip.capture.region import compile_region, failed_module, is_data_dependent
-from fxskip.capture.sharding import copy_without_sharding, own_class
 from fxskip.errors import CaptureError
 from fxskip.leaves import (
     Leaf,
@@ -25,6 +24,7 @@ from fxskip.leaves import (
     paths_of_class,
     running,
 )
+from fxskip.sharding import copy_without_sharding, own_class
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -26,7 +26,6 @@ from transformers.conversion_mapping import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fxskip.capture.hf import layers_by_path
-from fxskip.capture.sharding import own_class, refuse_to_pickle, set_own_class
 from fxskip.checkpoint.atomic import replaced_directory
 from fxskip.checkpoint.auto_classes import auto_classes, known_types, language_model
 from fxskip.checkpoint.plain import plain_record
@@ -36,6 +35,7 @@ from fxskip.checkpoint.spread import is_spread, own_parts, whole_state_dict
 from fxskip.errors import CheckpointError, PassError
 from fxskip.runtime.decoder import keep_eager
 from fxskip.runtime.regions import install
+from fxskip.sharding import own_class, refuse_to_pickle, set_own_class
 from fxskip.spec import load_spec
 
 PREFIX = "fxskip_"

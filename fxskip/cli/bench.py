@@ -242,16 +242,16 @@ def overlap(
         kinds.append((DEFAULT, "measured"))
     settings = [
         Setting(
-            count,
-            batch,
-            tokens or sizes[0],
-            rounds or sizes[1],
-            1 if tiny else 2,
-            link,
-            measured_costs,
-            tiny,
-            transport,
-            choices,
+            layers=count,
+            micro_batch=batch,
+            tokens=tokens or sizes[0],
+            rounds=rounds or sizes[1],
+            traced_steps=1 if tiny else 2,
+            link=link,
+            measured_costs=measured_costs,
+            is_tiny=tiny,
+            transport=transport,
+            choices=choices,
         )
         for link, transport in kinds
         for count in layers or ([3] if tiny else [8, 27])

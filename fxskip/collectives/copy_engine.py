@@ -185,13 +185,13 @@ _SLOTS: weakref.WeakKeyDictionary[Any, Slots] = weakref.WeakKeyDictionary()
 
 
 def slots_of(group: Any) -> Slots:
-    """Those that `connect` made."""
+    """Those that `use_slots` was given."""
     return _SLOTS[group]
 
 
-def connect(group: Any, memory: PeerMemory) -> None:
-    """Have the exchanges of `group` by copies use `memory`. Raises what `tried` does."""
-    _SLOTS[group] = tried(memory)
+def use_slots(group: Any, slots: Slots) -> None:
+    """Have the exchanges of `group` by copies go through `slots`."""
+    _SLOTS[group] = slots
 
 
 def tried(memory: PeerMemory) -> Slots:
@@ -208,11 +208,6 @@ def tried(memory: PeerMemory) -> Slots:
     if arrived != expected:
         raise impossible(f"in a first exchange the others sent {expected}, and {arrived} arrived")
     return slots
-
-
-def use_slots(group: Any, slots: Slots) -> None:
-    """Have the exchanges of `group` by copies go through `slots`."""
-    _SLOTS[group] = slots
 
 
 def _raise_everywhere(group: Any, error: Exception | None) -> None:
@@ -233,7 +228,7 @@ def connect_devices(mesh: DeviceMesh, *, warns: bool) -> None:
     """
     group = mesh.get_group()
     if group not in _SLOTS:
-        _SLOTS[group] = slots_between_devices(mesh, warns=warns)
+        use_slots(group, slots_between_devices(mesh, warns=warns))
 
 
 def slots_between_devices(mesh: DeviceMesh, *, warns: bool) -> Slots:

@@ -58,7 +58,7 @@ class PeerMemory(Protocol):
         """In a job: what follows waits until all ranks have come here; what they did before is seen by all."""
 
 
-class Copies:
+class _Copies:
     """Work of the queue up to an event; whoever waits has their stream wait, not the host."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
@@ -70,6 +70,14 @@ class Copies:
 
     def is_completed(self) -> bool:
         return bool(self._event.query())
+
+
+def enqueued(job: Callable[[], None], stream: torch.cuda.Stream) -> Work:
+    """What `job` enqueues, on `stream`, behind what the current stream of its device has now."""
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        job()
+        return _Copies(stream.record_event(), stream.device)
 
 
 class SymmetricMemory:
@@ -110,10 +118,7 @@ class SymmetricMemory:
 
     def run(self, job: Callable[[], None]) -> Work:
         """Enqueue what `job` enqueues on the stream."""
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            job()
-            return Copies(self._stream.record_event(), self.device)
+        return enqueued(job, self._stream)
 
     def meet(self) -> None:
         """Have the stream wait for those of all ranks."""

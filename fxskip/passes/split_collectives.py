@@ -20,8 +20,7 @@ from fxskip.collectives.in_flight import Flight
 from fxskip.collectives.kept import made_once
 from fxskip.collectives.measuring import Place, Sent
 from fxskip.ir import copy_graph, op_name
-from fxskip.leaves import running_layer
-from fxskip.parallel import EXPERT, Mode, running_axis
+from fxskip.parallel import EXPERT, Mode, running_axis, running_number
 from fxskip.passes.partial_values import enter, partial, reduce
 from fxskip.passes.shard import exchange
 
@@ -46,7 +45,7 @@ def take_off_sum(kind: Sum, axis: str, at_once: bool) -> Flight:
 
 
 def _sent(what: str, role: str, lane: str) -> Sent:
-    layer = int(running_layer().fxskip_layer)  # type: ignore[arg-type]
+    layer = running_number()
     return Sent(f"{what} of decoder layer {layer}", Place(layer, role, lane))
 
 
@@ -93,11 +92,16 @@ def is_wait(node: fx.Node) -> bool:
     return node.target is in_flight.wait
 
 
-def flight_kind(node: fx.Node) -> tuple[str, str]:
-    """For a flight, its start or its wait: "dispatch", "combine", "reduce" or "enter", and the axis of the mesh."""
+def flight_of(node: fx.Node) -> fx.Node:
+    """That of a start or a wait; a flight's own is itself."""
     flight = node.args[1] if is_start(node) or is_wait(node) else node
     assert isinstance(flight, fx.Node)
-    found: tuple[str, str] = flight.meta[FLIGHT_KIND]
+    return flight
+
+
+def flight_kind(node: fx.Node) -> tuple[str, str]:
+    """For a flight, its start or its wait: "dispatch", "combine", "reduce" or "enter", and the axis of the mesh."""
+    found: tuple[str, str] = flight_of(node).meta[FLIGHT_KIND]
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxskip.capture.sharding import own_class, set_own_class
+from fxskip.sharding import own_class, set_own_class
 from fxskip.swapped import Swapped, swapped_class
 
 

@@ -25,8 +25,8 @@ from fxskip.collectives.failures import join
 from fxskip.collectives.landing import Landing, launch
 from fxskip.collectives.measuring import Place, Sent
 from fxskip.errors import PassError
-from fxskip.parallel import TENSOR, LayerMesh, RegionParallel
-from fxskip.schedule.gradient_sums import EMBEDDING, HEAD, GradientSum
+from fxskip.parallel import TENSOR, GradientSum, LayerMesh, RegionParallel
+from fxskip.schedule.gradient_sums import EMBEDDING, HEAD
 from fxskip.schedule.tasks import DATA, EXPERT_DATA
 
 
@@ -195,26 +195,33 @@ def gradient_plan(
             expert_data, share=1 / expert_data.ranks, arrival=expert_data.share * expert_data.ranks
         )
     experts = frozenset(p for layer in layers.values() for p in _experts(layer))
-    found: dict[tuple[int, str], list[tuple[str, nn.Parameter]]] = {}
+    found: Sections = {}
     for section, name, parameter in _sections(model, layers):
         if parameter in leave_out or not parameter.requires_grad:
             continue
         if parameter in experts or _is_whole(parameter):
             found.setdefault(section, []).append((name, parameter))
-    cap = parallel.schedule.bucket_mib << 20
-    buckets = []
-    for (layer, where), members in sorted(
-        found.items(), key=lambda item: (_PLACES.index(item[0][1]), -item[0][0])
-    ):
+    buckets = tuple(_buckets(found, data, expert_data, experts, parallel.schedule.bucket_mib << 20))
+    everyone, counts_reach = _everyone(first.fxskip_mesh, parallel)  # type: ignore[arg-type]
+    return GradientPlan(buckets, parallel, experts, everyone, next(model.parameters()).device, counts_reach)
+
+
+Sections = dict[tuple[int, str], list[tuple[str, nn.Parameter]]]
+"""Parameters with their names, in the order of the forward pass, by layer and place."""
+
+
+def _buckets(
+    sections: Sections, data: Lane, expert_data: Lane, experts: Collection[nn.Parameter], most_bytes: int
+) -> Iterator[Bucket]:
+    """In the order of the backward pass."""
+    in_order = sorted(sections.items(), key=lambda item: (_PLACES.index(item[0][1]), -item[0][0]))
+    for (layer, where), members in in_order:
         for lane, kind in ((expert_data, "expert_gradients"), (data, "gradients")):
             of_lane = [(n, p) for n, p in reversed(members) if (p in experts) == (lane is expert_data)]
-            for number, group in enumerate(_cut(of_lane, cap), 1):
+            for number, group in enumerate(_cut(of_lane, most_bytes), 1):
                 role = f"{where}{kind}" + (f".{number}" if number > 1 else "")
                 names, parameters = zip(*group, strict=True)
-                buckets.append(Bucket(layer, role, lane, parameters, names))
-    everyone, counts_reach = _everyone(first.fxskip_mesh, parallel)  # type: ignore[arg-type]
-    device = next(model.parameters()).device
-    return GradientPlan(tuple(buckets), parallel, experts, everyone, device, counts_reach)
+                yield Bucket(layer, role, lane, parameters, names)
 
 
 _LAYER = ""
@@ -288,8 +295,10 @@ def _sections(
             yield ((last, HEAD) if seen else (0, EMBEDDING)), name, parameter
 
 
-def _cut(members: Iterable[tuple[str, nn.Parameter]], cap: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Buckets of at most `cap` bytes, of one dtype and device each; a larger parameter has one of its own."""
+def _cut(
+    members: Iterable[tuple[str, nn.Parameter]], most_bytes: int
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Buckets of at most `most_bytes`, of one dtype and device each; a larger parameter has one of its own."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in members:
         by_kind.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
@@ -298,7 +307,7 @@ def _cut(members: Iterable[tuple[str, nn.Parameter]], cap: int) -> Iterator[list
         held = 0
         for name, parameter in group:
             size = own(parameter).numel() * parameter.element_size()
-            if bucket and held + size > cap:
+            if bucket and held + size > most_bytes:
                 yield bucket
                 bucket, held = [], 0
             bucket.append((name, parameter))

@@ -29,7 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fxskip.capture.sharding import is_sharded
 from fxskip.collectives.comparison import Comparison
 from fxskip.collectives.landing import Landing, backward_pass
 from fxskip.collectives.measuring import Place, Sent, sends_nothing, waits_at_once
@@ -43,6 +42,7 @@ from fxskip.runtime.gradient_buckets import (
     spread_layers,
 )
 from fxskip.schedule.tasks import DATA
+from fxskip.sharding import is_sharded
 
 _WHO = "schedule.gradients: in_backward"
 _NAMED = 5

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxskip.capture.sharding import own_class
 from fxskip.errors import SpecError
 from fxskip.parallel import RegionParallel
 from fxskip.runtime.same_everywhere import require_same_lines
 from fxskip.schedule.cost_table import CostKey, CostTable, load_costs
+from fxskip.sharding import own_class
 from fxskip.spec import Spec
 from fxskip.version import __version__
 

@@ -10,8 +10,6 @@ The products of the lead-in keep the device busy while the host enqueues what fo
 in turn, round by round, on all ranks of the mesh together.
 """
 
-# R rows, D width
-
 from __future__ import annotations
 
 import time
@@ -55,20 +53,20 @@ def measured(mesh: DeviceMesh, axis: str, group: Moves, load: Callable[[], Load]
     except NoCopies as error:
         reason = f"copies between devices are impossible: {error.reason}"
     # Other groups of the axis may lack what this one has.
-    if found := _first(reason, mesh):
+    if found := _obstacle_of_any(reason, mesh):
         return without_copies(group, found)
     assert slots is not None
-    return compared(mesh, axis, group, load(), slots)
+    return _compared(mesh, axis, group, load(), slots)
 
 
-def compared(mesh: DeviceMesh, axis: str, group: Moves, load: Load, slots: Slots) -> TransportChoice:
+def _compared(mesh: DeviceMesh, axis: str, group: Moves, load: Load, slots: Slots) -> TransportChoice:
     """As `measured`, where both are possible; `slots` are those of the ranks of `axis`."""
     bench, failed = None, None
     try:
         bench = _Bench(mesh[axis], load, slots)
     except torch.OutOfMemoryError as error:
         failed = f"rank {dist.get_rank()} has no memory to time copies between devices: {first_line(error)}"
-    if found := _first(failed, mesh):
+    if found := _obstacle_of_any(failed, mesh):
         return without_copies(group, found)
     assert bench is not None
     issues = (bench.by_group, bench.by_copies)
@@ -83,9 +81,9 @@ def compared(mesh: DeviceMesh, axis: str, group: Moves, load: Load, slots: Slots
     return faster(group, load, *([own[which] for own in everyone] for which in (0, 1)))
 
 
-def _first(reason: str | None, mesh: DeviceMesh) -> str | None:
-    """That of the first rank that has one, on all ranks."""
-    return next((one for one in gather(reason, mesh).values() if one is not None), None)
+def _obstacle_of_any(mine: str | None, mesh: DeviceMesh) -> str | None:
+    """That of the first rank that has one, on all ranks; None where no rank has."""
+    return next((one for one in gather(mine, mesh).values() if one is not None), None)
 
 
 def load_of(costs: ModelCosts, experts: nn.Module, ranks: int) -> Load:

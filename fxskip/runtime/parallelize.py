@@ -21,13 +21,13 @@ from fxskip.collectives.cut_linear import Cut, cut_linear
 from fxskip.collectives.peer_memory import require_device_mesh
 from fxskip.errors import PassError
 from fxskip.leaves import holds_experts, make_leaf
-from fxskip.parallel import EXPERT, TENSOR, ExpertStack, LayerMesh, RegionParallel
+from fxskip.parallel import EXPERT, TENSOR, ExpertStack, LayerMesh, RegionParallel, TaskCosts
 from fxskip.runtime.gradients_in_backward import GradientsInBackward
 from fxskip.runtime.measured_costs import cost_key
 from fxskip.runtime.measured_transport import load_of, measured
 from fxskip.runtime.regions import Region
 from fxskip.runtime.same_everywhere import require_same_everywhere
-from fxskip.schedule.cost_table import CostTable, TaskCosts
+from fxskip.schedule.cost_table import CostTable
 from fxskip.schedule.costs import ModelCosts
 from fxskip.schedule.hardware import DEFAULT_HARDWARE, hardware_names, load_hardware
 from fxskip.spec import Runtime, Schedule, Spec
@@ -73,22 +73,12 @@ def spread(
     ScheduleError where costs were measured for another student.
     """
     require_same_everywhere(model, spec, mesh)
-    axis, common = expert_axis(spec), _common(spec, mesh)
-    found = {path: expert_paths(layer) if axis else [] for path, layer in layers.items()}
-    if axis and not any(found.values()):
-        raise PassError(
-            "parallelize",
-            f"no layer of {type(model).__name__} has its routed experts as stacks, so parallel.expert spreads nothing",
-            where=f"layers {', '.join(layers)}",
-            hint="experts can be spread where one module holds parameters [experts, ...] of all of them, not a "
-            "module for each; leave parallel.expert out for this architecture",
-        )
-    for path, layer in layers.items():
-        for inner in found[path]:
-            _require_stacks(layer.get_submodule(inner), common.ranks, f"module {path}.{inner}")
-    choice = _choice(
-        spec, mesh, common, [layers[p].get_submodule(i) for p in layers for i in found[p]], costs
-    )
+    common = _common(spec, mesh)
+    experts = {path: expert_paths(layer) if expert_axis(spec) else [] for path, layer in layers.items()}
+    if expert_axis(spec):
+        _require_experts(model, layers, experts, common.ranks)
+    first = next((layers[path].get_submodule(one) for path, inner in experts.items() for one in inner), None)
+    choice = _choice(spec, mesh, common, first, costs)
     if choice.chosen == "copy_engine":
         connect_devices(mesh[common.expert_axis], warns=choice.asked == "copy_engine")
     common = replace(common, transport=choice.chosen)
@@ -96,12 +86,12 @@ def spread(
         table.require_fit(
             cost_key(model, layers, common, torch.device(mesh.device_type)), common.schedule.costs
         )
-        common = replace(common, measured=TaskCosts.of(table))
+        common = replace(common, measured=TaskCosts.of(table.tokens, table.costs_us))
     following = [*list(layers.values())[1:], None]
     layer_mesh = LayerMesh(mesh)
     for (path, layer), after in zip(layers.items(), following, strict=True):
         assert isinstance(layer, Region)
-        stacks = tuple(_cut(layer, inner, mesh[common.expert_axis]) for inner in found[path])
+        stacks = tuple(_cut(layer, inner, mesh[common.expert_axis]) for inner in experts[path])
         if common.tensor_size > 1:
             for inner, how in plans[path].items():
                 cut_linear(layer, inner, how, mesh[TENSOR])
@@ -114,6 +104,26 @@ def spread(
     model._ddp_params_and_buffers_to_ignore = sharded  # type: ignore[assignment]
     if common.schedule.gradients == "in_backward":
         _average_in_backward(model, layers, common)
+
+
+def _require_experts(
+    model: nn.Module, layers: Mapping[str, nn.Module], experts: Mapping[str, Sequence[str]], ranks: int
+) -> None:
+    """Raise PassError where no layer has experts that `ranks` could share, or one has some that they cannot.
+
+    experts   paths of their modules, by that of the layer
+    """
+    if not any(experts.values()):
+        raise PassError(
+            "parallelize",
+            f"no layer of {type(model).__name__} has its routed experts as stacks, so parallel.expert spreads nothing",
+            where=f"layers {', '.join(layers)}",
+            hint="experts can be spread where one module holds parameters [experts, ...] of all of them, not a "
+            "module for each; leave parallel.expert out for this architecture",
+        )
+    for path, layer in layers.items():
+        for inner in experts[path]:
+            _require_stacks(layer.get_submodule(inner), ranks, f"module {path}.{inner}")
 
 
 def _average_in_backward(model: nn.Module, layers: Mapping[str, nn.Module], parallel: RegionParallel) -> None:
@@ -164,17 +174,18 @@ def _choice(
     spec: Spec,
     mesh: DeviceMesh,
     common: RegionParallel,
-    experts: Sequence[nn.Module],
+    experts: nn.Module | None,
     costs: Callable[[], ModelCosts],
 ) -> TransportChoice:
     """What moves the rows: the same on all ranks of the mesh, for schedules follow from it.
 
-    experts   the modules of routed experts, still whole
+    experts   the first layer's module of routed experts, still whole; None where they are not spread
     """
     asked = _transport(spec)
     if asked == "measured":
+        assert experts is not None  # `make_mesh` refuses it where no rows are exchanged
         return measured(
-            mesh, common.expert_axis, common.transport, lambda: load_of(costs(), experts[0], common.ranks)
+            mesh, common.expert_axis, common.transport, lambda: load_of(costs(), experts, common.ranks)
         )
     return as_asked(asked, "copy_engine" if asked == "copy_engine" else common.transport)
 

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from fxskip.backward.explicit_region import explicit_region, has_flights, is_explicit
 from fxskip.capture.region import CompiledRegion, Streams, compile_region
-from fxskip.capture.sharding import set_own_class
 from fxskip.capture.twin import layer_class, require_own_class_forward
 from fxskip.collectives.border import Pending, Tail, at_border
 from fxskip.collectives.failures import begin_pass, tell
@@ -40,6 +39,7 @@ from fxskip.runtime.recompute import recomputed, recomputes, reentrant_refusal
 from fxskip.runtime.same_everywhere import require_same_tokens
 from fxskip.runtime.watched import arguments_are_watched, result_is_watched
 from fxskip.schedule.order_region import schedules_of
+from fxskip.sharding import set_own_class
 from fxskip.spec import Runtime
 from fxskip.swapped import Swapped, swapped_class
 from fxskip.transport import TransportChoice

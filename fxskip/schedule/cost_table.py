@@ -16,7 +16,6 @@ import json
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -83,21 +82,6 @@ class CostTable(Strict):
                 "all the same; fxskip trace measures here",
                 stacklevel=2,
             )
-
-
-@dataclass(frozen=True)
-class TaskCosts:
-    """What a layer is scheduled by of a table: plain data that can be hashed, for equal layers share their graphs."""
-
-    tokens: int
-    """Of one rank, that the costs are of."""
-    us: tuple[tuple[str, float], ...]
-    """Role and microseconds of each task, in the order of roles."""
-
-    @staticmethod
-    def of(table: CostTable) -> TaskCosts:
-        """Those of a table."""
-        return TaskCosts(table.tokens, tuple(sorted(table.costs_us.items())))
 
 
 def load_costs(path: str | PathLike[str]) -> CostTable:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from fxskip.parallel import GradientSum
 from fxskip.schedule.hardware import Hardware
 from fxskip.schedule.tasks import DATA, EXPERT_DATA, Task
 
@@ -14,32 +14,22 @@ HEAD, EMBEDDING = "head_", "embedding_"
 GRADIENT_LANES = (DATA, EXPERT_DATA)
 
 
-@dataclass(frozen=True)
-class GradientSum:
-    """One of them, on one rank."""
+def roofline_us(one: GradientSum, hardware: Hardware) -> float:
+    """Estimated microseconds of a ring: each rank sends 2 (n - 1) / n of the bytes."""
+    return hardware.transfer_us(one.ranks, 2 * one.bytes * (one.ranks - 1) / one.ranks)
 
-    role: str
-    """Of the task in its layer, such as "gradients", "expert_gradients.2", "head_gradients"."""
-    lane: str
-    bytes: int
-    ranks: int
-    """That add up."""
 
-    def roofline_us(self, hardware: Hardware) -> float:
-        """Estimated microseconds of a ring: each rank sends 2 (n - 1) / n of the bytes."""
-        return hardware.transfer_us(self.ranks, 2 * self.bytes * (self.ranks - 1) / self.ranks)
-
-    def task(self, layer: int, us: float) -> Task:
-        """Of that layer's backward pass."""
-        return Task(
-            f"{layer}.{self.role}",
-            self.lane,
-            us,
-            layer=layer,
-            role=self.role,
-            phase="backward",
-            bytes_in_flight=self.bytes,
-        )
+def gradient_task(one: GradientSum, layer: int, us: float) -> Task:
+    """Of that layer's backward pass."""
+    return Task(
+        f"{layer}.{one.role}",
+        one.lane,
+        us,
+        layer=layer,
+        role=one.role,
+        phase="backward",
+        bytes_in_flight=one.bytes,
+    )
 
 
 def behind_its_gradients(order: list[str], reductions: Mapping[str, tuple[str, ...]]) -> list[str]:

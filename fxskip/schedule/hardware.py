@@ -30,12 +30,10 @@ from fxskip.errors import SpecError
 from fxskip.spec import specs_folder
 from fxskip.strict_model import Strict, problem, validate
 from fxskip.strict_yaml import shown
+from fxskip.transport import Transport
 
 MatrixType = Literal["float32", "bfloat16", "float16", "float8"]
 """Operand types of a matrix product. float32 means the matrix units (TF32 where there is one)."""
-
-Transport = Literal["nccl", "nccl_network", "copy_engine"]
-"""What moves the bytes: NCCL over the links of a domain, NCCL over the network, or the copy engines in a domain."""
 
 DEFAULT_HARDWARE = "h200"
 """What estimates are for where nobody says."""

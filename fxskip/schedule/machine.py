@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fxskip.errors import ScheduleError
-from fxskip.schedule.hardware import Hardware, Transport
+from fxskip.schedule.hardware import Hardware
 from fxskip.schedule.tasks import Task, WorkKind
+from fxskip.transport import Transport
 
 
 @dataclass(frozen=True)

@@ -42,11 +42,6 @@ class Optimum:
     """The schedule reaches the bound, but for the rounding of costs."""
     seconds: float
 
-    @property
-    def gap(self) -> float:
-        """How much longer than the bound the schedule is, as a part of it."""
-        return self.schedule.makespan_us / self.bound_us - 1
-
 
 def solve_optimal(
     graph: TaskGraph,

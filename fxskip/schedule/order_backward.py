@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from fxskip.parallel import RegionParallel
 from fxskip.schedule.derive_backward import derive_backward
-from fxskip.schedule.gradient_sums import GRADIENT_LANES
+from fxskip.schedule.gradient_sums import GRADIENT_LANES, gradient_task
 from fxskip.schedule.region_tasks import ARRIVAL, RegionTasks, wait_step
 from fxskip.schedule.result import Schedule
 from fxskip.schedule.solve_region import gradient_us, measured_graph, solved
@@ -57,7 +57,9 @@ def order_backward(tasks: RegionTasks, parallel: RegionParallel, split: Collecti
 def _reductions(tasks: RegionTasks, parallel: RegionParallel) -> dict[Task, list[str]]:
     """The all-reduces of gradients of all copies, and the forward tasks that each adds up gradients of."""
     return {
-        one.task(copy, gradient_us(one, parallel)): [f"{copy}.{r}" for r in tasks.gradients_of(one.lane)]
+        gradient_task(one, copy, gradient_us(one, parallel)): [
+            f"{copy}.{r}" for r in tasks.gradients_of(one.lane)
+        ]
         for copy in range(tasks.copies)
         for one in parallel.gradients
     }

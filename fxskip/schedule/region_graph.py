@@ -36,10 +36,11 @@ class RegionGraph:
     left_for: Callable[[fx.Node], Unit | None]
     """For a node by which a value enters: the unit that leaves this value, in a region of the same kind before."""
 
-    def joined(self, copies: int, arrival: Task) -> TaskGraph:
+    def joined(self, copies: int, arrival: Task | None) -> TaskGraph:
         """The graph of `copies` regions in a row, in which a task is called `copy.role`.
 
-        arrival   stands, in front of a region that is looked at alone, for what arrives there under way
+        arrival   stands, in front of a region that is looked at alone, for what arrives there under way; None where
+                  nothing does, or where a region of this kind leaves it
         """
         groups: dict[str, list[Unit]] = {role: [] for role in self.tasks}
         for unit, role in self.role.items():
@@ -53,11 +54,12 @@ class RegionGraph:
                 needs[name] = {f"{copy}.{r}" for r in self._read(group) - {role}}
                 if copy:
                     needs[name] |= {f"{copy - 1}.{r}" for r in self._crossing(group)}
-        readers = {r for r, group in groups.items() if copies == 1 and self._reads_arrival(group)}
-        for role in readers:
-            needs[f"0.{role}"].add(f"0.{arrival.role}")
-        if readers:
-            tasks.insert(0, replace(arrival, name=f"0.{arrival.role}"))
+        readers = [role for role, group in groups.items() if self._reads_arrival(group)]
+        if arrival is not None and readers:
+            first = f"0.{arrival.role}"
+            for role in readers:
+                needs[f"0.{role}"].add(first)
+            tasks.insert(0, replace(arrival, name=first))
         return TaskGraph(tasks, needs)
 
     def _read(self, group: Sequence[Unit]) -> set[str]:

@@ -13,6 +13,7 @@ from fxskip.ir import info, stream_inputs, stream_outputs
 from fxskip.passes.dependencies import Unit
 from fxskip.passes.split_collectives import (
     flight_kind,
+    flight_of,
     is_start,
     is_wait,
     sends_forward,
@@ -57,8 +58,9 @@ class RegionRoles:
             if (collective := self._collective(unit)) is not None:
                 self.role[unit] = collective
                 continue
-            if any(sends_only_back(n) and not is_wait(n) for n in unit.nodes):
-                self.back[unit] = self._numbered_sum(unit)
+            issued = next((n for n in unit.nodes if sends_only_back(n) and not is_wait(n)), None)
+            if issued is not None:
+                self.back[unit] = self._numbered_flight(issued)
             block = self._blocks[unit] = self._block(unit)
             key = (block, ahead[unit], behind[unit], level[unit])
             if key not in names:
@@ -71,11 +73,7 @@ class RegionRoles:
             if node.target in _ROUTES:
                 return self._numbered(node, _ROUTES[node.target])
             if is_start(node) or node.target in (take_off, take_off_sum):
-                flight = node.args[1] if is_start(node) else node
-                assert isinstance(flight, fx.Node)
-                if not sends_forward(node):
-                    return None
-                return self._numbered(flight, flight_kind(node)[0])
+                return self._numbered_flight(node) if sends_forward(node) else None
         return None
 
     def _numbered(self, node: fx.Node, name: str) -> str:
@@ -84,11 +82,9 @@ class RegionRoles:
             self.collective[node] = name if number == 1 else f"{name}.{number}"
         return self.collective[node]
 
-    def _numbered_sum(self, unit: Unit) -> str:
-        node = next(n for n in unit.nodes if is_start(n) or n.target is take_off_sum)
-        flight = node.args[1] if is_start(node) else node
-        assert isinstance(flight, fx.Node)
-        return self._numbered(flight, flight_kind(node)[0])
+    def _numbered_flight(self, node: fx.Node) -> str:
+        """The role of a collective, of whose flight, start or wait the node is."""
+        return self._numbered(flight_of(node), flight_kind(node)[0])
 
     def _block(self, unit: Unit) -> str:
         """The sub-block that a unit belongs to; what no pass annotated belongs to its producer's."""
@@ -150,6 +146,4 @@ def waits_forward(node: fx.Node) -> bool:
 
 def sends_only_back(node: fx.Node) -> bool:
     """Whether the node is of a collective that only gradients go through."""
-    if is_start(node) or is_wait(node):
-        return not sends_forward(node)
-    return node.target is take_off_sum and not sends_forward(node)
+    return (is_start(node) or is_wait(node) or node.target is take_off_sum) and not sends_forward(node)

@@ -19,10 +19,10 @@ from fxskip.parallel import EXPERT
 from fxskip.passes.dependencies import Unit
 from fxskip.passes.split_collectives import (
     flight_kind,
+    flight_of,
     is_start,
     is_wait,
     sends_forward,
-    take_off_sum,
 )
 from fxskip.schedule.node_costs import NodeCosts, is_attention, is_heavy
 from fxskip.schedule.region_graph import RegionGraph, Units, data_needs
@@ -107,13 +107,14 @@ class RegionTasks:
             for node in (n for unit in group for n in unit.nodes):
                 node.meta[TASK] = place
         for node in (n for group in self.waits.values() for unit in group for n in unit.nodes):
-            node.meta[WAITS_FOR] = self.collectives.get(node.all_input_nodes[-1], ARRIVAL)
-        for node in self.sums_back:
-            role = self.collectives[node if node.target is take_off_sum else node.all_input_nodes[-1]]
-            node.meta[TASK] = role, lanes[role]
+            node.meta[WAITS_FOR] = self.collectives.get(flight_of(node), ARRIVAL)
+        for node in self.sums_back:  # marked above as of the task of compute that they run with
+            role = self.collectives[flight_of(node)]
             if is_wait(node):
                 node.meta[WAITS_FOR] = role
                 del node.meta[TASK]
+            else:
+                node.meta[TASK] = role, lanes[role]
 
     def order(self, host_order: Sequence[str]) -> list[Unit]:
         """The units in the order that a schedule of `graph` gives a region between others."""
@@ -170,7 +171,7 @@ class _Builder:
     ) -> TaskGraph:
         entering = [u for u in self.units if self.named.enters(u)]
         graph = RegionGraph(tasks, role, before, waits, entering, self.named.left_for)
-        return graph.joined(copies, self._arrival(waits, before, backward))
+        return graph.joined(copies, self._arrival(waits, before, backward) if copies == 1 else None)
 
     def _gradients(self, forward: dict[str, Task], copies: int) -> TaskGraph:
         """The tasks that gradients come back through: collectives are those that have something to send back."""
@@ -202,11 +203,11 @@ class _Builder:
         us = max(self.costs.exchange_us(node), _ALMOST_NOTHING_US)
         return Task(role, lane, us, role=role, phase="forward", bytes_in_flight=self.costs.bytes(node))
 
-    def _arrival(self, waits: list[Unit], before: Units, backward: bool) -> Task:
+    def _arrival(self, waits: list[Unit], before: Units, backward: bool) -> Task | None:
         """Of what a region that is looked at alone finds under way: it has to wait as if it had just started."""
         arriving = [u for u in waits if any(self.named.enters(b) for b in before[u])]
         if not arriving:
-            return Task(ARRIVAL, EXPERT, _ALMOST_NOTHING_US, role=ARRIVAL, phase="forward")
+            return None
         node = next(n for n in arriving[0].nodes if is_wait(n))
         if backward:
             return replace(self._sent_back(ARRIVAL, node), bytes_in_flight=0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxskip.errors import ScheduleError
-from fxskip.parallel import EXPERT, RegionParallel
-from fxskip.schedule.gradient_sums import GRADIENT_LANES, GradientSum
+from fxskip.parallel import EXPERT, GradientSum, RegionParallel
+from fxskip.schedule.gradient_sums import GRADIENT_LANES, roofline_us
 from fxskip.schedule.hardware import load_hardware
 from fxskip.schedule.machine import Machine, contention_of
 from fxskip.schedule.optimal import solve_optimal
@@ -59,7 +59,7 @@ def gradient_us(one: GradientSum, parallel: RegionParallel) -> float:
     Raises ScheduleError where their table lacks it.
     """
     if parallel.measured is None:
-        return one.roofline_us(load_hardware(parallel.hardware))
+        return roofline_us(one, load_hardware(parallel.hardware))
     table = dict(parallel.measured.us)
     if one.role not in table:
         raise _not_in_table([one.role], parallel.schedule.costs)

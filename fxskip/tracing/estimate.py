@@ -89,11 +89,12 @@ def _split(region: RegionSchedule) -> set[str]:
 
 def forward_order(layers: Sequence[RegionSchedule]) -> list[str]:
     """The tasks of `whole_model` in the order in which the host issues them."""
-    order: list[str] = []
-    for layer, region in enumerate(layers):
-        own = _own(layer, region, region.graph)
-        order += [own[name] for name in region.schedule.order if name in own]
-    return order
+    return [name for layer, region in enumerate(layers) for name in _order_of(layer, region)]
+
+
+def _order_of(layer: int, region: RegionSchedule) -> list[str]:
+    own = _own(layer, region, region.graph)
+    return [own[name] for name in region.schedule.order if name in own]
 
 
 def backward_order(layers: Sequence[RegionSchedule], reverse: TaskGraph) -> list[str]:
@@ -103,10 +104,9 @@ def backward_order(layers: Sequence[RegionSchedule], reverse: TaskGraph) -> list
         if layers[layer].backward is not None:
             order += [name for name in _issued(layer, layers) if name in reverse]
         else:
-            mirrored = [f"{name}.bwd" for name in reversed(forward_order(layers[layer : layer + 1]))]
-            renamed = [f"{layer}.{name.partition('.')[2]}" for name in mirrored]
+            mirrored = [f"{name}.bwd" for name in reversed(_order_of(layer, layers[layer]))]
             # Collectives are left out: they start as soon as they can.
-            order += [name for name in renamed if name in reverse and not reverse[name].is_collective]
+            order += [name for name in mirrored if name in reverse and not reverse[name].is_collective]
     position = {name: at for at, name in enumerate(order)}
     return list(nx.lexicographical_topological_sort(reverse.digraph, key=lambda n: position.get(n, -1)))
 
@@ -119,7 +119,7 @@ def _issued(layer: int, layers: Sequence[RegionSchedule]) -> Iterator[str]:
     for event in backward.events:
         role = event.removesuffix(".wait")
         if role == ARRIVAL:
-            yield from (f"{layer - 1}.{left}.bwd" for left in layers[layer - 1].tasks.leaving)
+            yield from (f"{layer - 1}.{left}.bwd" for left in sorted(layers[layer - 1].tasks.leaving))
         elif is_wait_step(event):
             yield f"{layer}.{role}.bwd"
         elif event.endswith((".dgrad", ".wgrad")):
@@ -149,7 +149,7 @@ def _estimate(graph: TaskGraph, order: Sequence[str], machine: Machine | None) -
 def collective_behind(layers: Sequence[RegionSchedule]) -> dict[int, str]:
     """For each layer whose tasks wait for something that arrives: the task of the layer before that started it."""
     return {
-        layer: next(iter(layers[layer - 1].tasks.leaving))
+        layer: min(layers[layer - 1].tasks.leaving)
         for layer, region in enumerate(layers)
         if layer and f"0.{ARRIVAL}" in region.graph
     }

@@ -126,4 +126,5 @@ def group(rank: int, ranks: int, store: str) -> Iterator[None]:
         torch.set_num_threads(1)
     dist.init_process_group(init_method=store, rank=rank, world_size=ranks, **where)
     yield
-    dist.destroy_process_group()
+    if dist.is_initialized():  # who runs inside may have ended it, for one of their own
+        dist.destroy_process_group()

@@ -7,9 +7,6 @@ from collections.abc import Iterator, Sequence
 from fxskip.schedule.timeline import timeline as lanes
 from fxskip.tracing.timeline import Timeline
 
-Row = tuple[str, str, str]
-"""A figure, and its text for each column."""
-
 
 def text(timeline: Timeline, layer: int, width: int) -> str:
     """What was traced, figures, and the lanes of a layer and of each phase; estimated and measured one by one."""

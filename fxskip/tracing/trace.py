@@ -21,7 +21,9 @@ from fxskip.runtime.gradients_in_backward import GradientsInBackward
 from fxskip.runtime.measured_costs import cost_key
 from fxskip.runtime.regions import Region
 from fxskip.schedule.cost_table import save_costs
+from fxskip.schedule.gradient_sums import gradient_task
 from fxskip.schedule.order_region import RegionSchedule
+from fxskip.schedule.region_tasks import ARRIVAL
 from fxskip.schedule.solve_region import gradient_us
 from fxskip.schedule.tasks import Task
 from fxskip.tracing.estimate import collective_behind, estimated
@@ -54,12 +56,10 @@ def trace(
     model = inner_model(student)
     require_record("trace", model)
     _check(model, batch, steps)
-    by_path = rewired_layers(model)
-    layers = list(by_path.values())
+    layers = list(rewired_layers(model).values())
     parallel = _parallel(layers[0])
     device = next(model.parameters()).device
-    why_no_gradients = _why_no_gradients(model)
-    stepper = Stepper(student, batch, device, not why_no_gradients, parallel is not None)
+    stepper = Stepper(student, batch, device, not _why_no_gradients(model), parallel is not None)
     modes: tuple[Mode, ...] = tuple(MODES) if parallel is not None else ("as it is",)
     runs, found = run_modes(stepper, modes, steps)
     schedules = [found.get(number) for number in range(len(layers))]
@@ -67,27 +67,10 @@ def trace(
     if len(scheduled) < len(layers):
         scheduled = []
     sums = _gradient_sums(layers[0]) if stepper.gradients else []
-    ranks = _gathered(runs) if parallel is not None else [runs]
-    key = cost_key(model, by_path, parallel, device)
-    seen = (_shapes(batch), _tokens(layers[0]), key)
-    shapes, tokens, key = _gathered(seen)[0] if parallel is not None else seen
-    about = About(
-        type(model).__name__,
-        len(layers),
-        len(ranks),
-        parallel.mode if parallel is not None else "one process",
-        parallel.exchange if parallel is not None else "",
-        parallel.transport if parallel is not None else "",
-        layers[0].fxskip_transport if parallel is not None else None,  # type: ignore[arg-type]
-        "explicit" if any(one.backward is not None for one in scheduled) else "mirrored",
-        stepper.gradients,
-        why_no_gradients,
-        shapes,
-        tokens,
-        key,
-    )
+    ranks = _gathered(runs, parallel)
+    explicit = any(one.backward is not None for one in scheduled)
     timeline = Timeline(
-        about,
+        _gathered(_about(model, batch, len(ranks), "explicit" if explicit else "mirrored"), parallel)[0],
         estimated(scheduled, backward=stepper.gradients, reductions=sums) if scheduled else {},
         tuple(ranks),
         _roles(scheduled, sums),
@@ -145,14 +128,33 @@ def _why_no_gradients(model: nn.Module) -> str:
     return ""
 
 
-def _tokens(layer: nn.Module) -> int:
-    """Of this rank in the step that was run last; 0 in one process."""
-    assert isinstance(layer, Region)
-    return layer.fxskip_tokens
+def _about(model: nn.Module, batch: Mapping[str, Any], processes: int, backward: str) -> About:
+    """What was traced, after the steps, as this rank sees it."""
+    layers = rewired_layers(model)
+    first = next(iter(layers.values()))
+    assert isinstance(first, Region)
+    parallel, why_no_gradients = first.fxskip_parallel, _why_no_gradients(model)
+    return About(
+        model=type(model).__name__,
+        layers=len(layers),
+        processes=processes,
+        mode=parallel.mode if parallel is not None else "one process",
+        exchange=parallel.exchange if parallel is not None else "",
+        transport=parallel.transport if parallel is not None else "",
+        choice=first.fxskip_transport if parallel is not None else None,
+        backward=backward,
+        gradients=not why_no_gradients,
+        why_no_gradients=why_no_gradients,
+        batch=_shapes(batch),
+        tokens=first.fxskip_tokens,
+        key=cost_key(model, layers, parallel, next(model.parameters()).device),
+    )
 
 
-def _gathered(mine: T) -> list[T]:
-    """What all ranks have, by rank."""
+def _gathered(mine: T, parallel: RegionParallel | None) -> list[T]:
+    """What all ranks have, by rank; this one alone in one process."""
+    if parallel is None:
+        return [mine]
     found: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return cast(list[T], found)
@@ -164,7 +166,7 @@ def _gradient_sums(layer: nn.Module) -> list[Task]:
     if not isinstance(gradients, GradientsInBackward) or not isinstance(parallel, RegionParallel):
         return []
     sent = [bucket for bucket in gradients.plan.buckets if bucket.sends]
-    return [b.in_schedule.task(b.layer, gradient_us(b.in_schedule, parallel)) for b in sent]
+    return [gradient_task(b.in_schedule, b.layer, gradient_us(b.in_schedule, parallel)) for b in sent]
 
 
 def _roles(layers: list[RegionSchedule], sums: list[Task]) -> dict[str, str | None]:
@@ -175,7 +177,7 @@ def _roles(layers: list[RegionSchedule], sums: list[Task]) -> dict[str, str | No
     roles: dict[str, str | None] = {task.role: None for graph in graphs for task in graph}
     roles |= {task.role: None for task in sums}
     behind = collective_behind(layers)
-    return roles | ({"arrival": next(iter(behind.values()))} if behind else {})
+    return roles | ({ARRIVAL: next(iter(behind.values()))} if behind else {})
 
 
 def _shapes(batch: Mapping[str, Any]) -> dict[str, list[int]]:

@@ -16,7 +16,7 @@ from fxskip.errors import FxskipError
 from fxskip.loss import implementation
 from fxskip.loss.tails import TAILS
 from tests.cli.command import run
-from tests.loss.test_sparse_kl import has_triton
+from tests.loss.implementations import has_triton
 
 NEEDS_TRITON = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")

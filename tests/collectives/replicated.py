@@ -1,13 +1,15 @@
 """Compare students that are spread over ranks with the same tokens on each with the student of one process."""
 
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fxskip
-from fxskip.collectives.in_flight import poisoned_buffers, under_way
+from fxskip.collectives.all_reduce import Enter, Reduce
+from fxskip.collectives.in_flight import Issued, poisoned_buffers, under_way
 from tests.collectives.device import DEVICE, on_device
 from tests.zoo import batch, tiny
 
@@ -63,6 +65,30 @@ def assert_equal_to_one_process(
         assert_same_bits(first, other)
 
 
+def assert_equal_in_all_wirings(kind: str, parallel: dict[str, Any]) -> None:
+    """To one process."""
+    for preset in ("farskip", "ladder", "identity"):
+        assert_equal_to_one_process(kind, preset, parallel)
+
+
+def wrong_without_sums_of_gradients(parallel: dict[str, Any]) -> set[str]:
+    """Parameters whose gradients are wrong where gradients are not added up over ranks: logits are right there, and
+    wrong where values are not added up."""
+    original = model("qwen3_moe", layers=2)
+    want = outcome(fxskip.transform(original, "farskip"))
+    with patch.object(Reduce, "issue", _unsummed):
+        got = outcome(spread(original, "farskip", parallel, "scheduled"))
+    assert difference(got.logits, want.logits) > 1e-3
+    with patch.object(Enter, "issue_reverse", _unsummed):
+        got = outcome(spread(original, "farskip", parallel, "scheduled"))
+    assert difference(got.logits, want.logits) < ROUNDING
+    return {n for n, g in got.gradients.items() if difference(whole(g), want.gradients[n]) > 1e-3}
+
+
+def _unsummed(self: Reduce | Enter, tensor: Tensor) -> Issued:
+    return Issued(tensor.clone(), None, tensor)
+
+
 def assert_rounding_only(got: Outcome, want: Outcome) -> None:
     """The whole gradients, of replicated parameters as this rank has them, are those of one process."""
     assert difference(got.logits, want.logits) < ROUNDING
@@ -76,9 +102,13 @@ def assert_rounding_only(got: Outcome, want: Outcome) -> None:
 def assert_same_bits(one: Outcome, other: Outcome) -> None:
     """Logits and this rank's gradients."""
     assert torch.equal(one.logits, other.logits)
-    assert one.gradients.keys() == other.gradients.keys()
-    wrong = [n for n, g in one.gradients.items() if not torch.equal(own(g), own(other.gradients[n]))]
-    assert wrong == []
+    assert unequal(one.gradients, other.gradients) == []
+
+
+def unequal(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Names of tensors of which this rank's parts have other bits, or that are on one side alone."""
+    alone = one.keys() ^ other.keys()
+    return sorted(n for n in one | other if n in alone or not torch.equal(own(one[n]), own(other[n])))
 
 
 def difference(got: Tensor, want: Tensor) -> float:

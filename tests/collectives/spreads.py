@@ -12,10 +12,19 @@ import fxskip
 from fxskip.collectives.landing import poisoned_buffers, under_way
 from fxskip.runtime.regions import Region
 from tests.collectives.device import DEVICE, on_device
-from tests.collectives.replicated import MODES, ROUNDING, Outcome, assert_same_bits, difference, own, whole
+from tests.collectives.replicated import (
+    MODES,
+    ROUNDING,
+    Outcome,
+    assert_same_bits,
+    difference,
+    own,
+    unequal,
+    whole,
+)
 from tests.zoo import batch, tiny
 
-__all__ = ["MODES", "ROUNDING", "Outcome", "assert_same_bits", "difference", "own", "whole"]
+__all__ = ["MODES", "ROUNDING", "Outcome", "assert_same_bits", "difference", "own", "unequal", "whole"]
 
 Batch = dict[str, Tensor]
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxskip
-from fxskip.collectives import copy_engine, peer_memory
-from fxskip.collectives.copy_engine import Slots, connect
+from fxskip.collectives import peer_memory
+from fxskip.collectives.copy_engine import Slots, tried, use_slots
 from fxskip.collectives.failures import Work
 from fxskip.collectives.landing import poisoned_buffers
 from fxskip.parallel import LayerMesh
@@ -169,7 +169,7 @@ def test_a_build_without_cuda_has_no_symmetric_memory() -> None:
     )
 
 
-def test_connecting_finds_a_memory_that_is_not_shared(tmp_path: Path) -> None:
+def test_a_first_exchange_finds_a_memory_that_is_not_shared(tmp_path: Path) -> None:
     """Each rank maps files of its own, and signals nobody."""
 
     def body(rank: int) -> None:
@@ -178,8 +178,7 @@ def test_connecting_finds_a_memory_that_is_not_shared(tmp_path: Path) -> None:
         memory = SharedMemory(own, rank, 2, meetings=0)
         memory.others_have_allocated()
         with pytest.raises(fxskip.PassError, match=r"the others sent \[.*\], and \[.*\] arrived"):
-            connect(own, memory)
-        assert own not in copy_engine._SLOTS
+            tried(memory)
 
     on_ranks(2, body)
 
@@ -193,7 +192,7 @@ def by_copies(student: nn.Module, folder: Path) -> tuple[nn.Module, SharedMemory
         group = layer.fxskip_mesh.axis("expert").get_group()
     folder.mkdir(exist_ok=True)
     memory = SharedMemory(folder, dist.get_rank(), 2, pause_s=2e-3)
-    connect(group, memory)
+    use_slots(group, tried(memory))
     return twin, memory
 
 

@@ -1,33 +1,31 @@
 """Attention, dense MLPs and shared experts cut over two processes compute what one process does."""
 
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 
 import fxskip
 from fxskip.capture.region import capture_count
-from fxskip.collectives.all_reduce import Enter, Reduce
-from fxskip.collectives.in_flight import Issued
 from fxskip.errors import CollectiveError, PassError
 from tests.collectives.device import on_device
 from tests.collectives.replicated import (
-    ROUNDING,
+    assert_equal_in_all_wirings,
     assert_equal_to_one_process,
     assert_rounding_only,
     assert_same_bits,
-    difference,
     model,
     norm_in_float64,
     outcome,
     spread,
-    whole,
+    wrong_without_sums_of_gradients,
 )
 from tests.training_loop.ranks import run_on_ranks
 from tests.zoo import batch
@@ -43,25 +41,12 @@ def is_equal_to_one_process(rank: int, folder: Path) -> None:
 
 
 def shows_a_dropped_sum(rank: int, folder: Path) -> None:
-    """Without the sum forward the logits are wrong; without the one backward they are right and gradients wrong."""
-    original = model("qwen3_moe", layers=2)
-    want = outcome(fxskip.transform(original, "farskip"))
-    with patch.object(Reduce, "issue", _unsummed):
-        assert (
-            difference(outcome(spread(original, "farskip", TENSOR, "scheduled")).logits, want.logits) > 1e-3
-        )
-    with patch.object(Enter, "issue_reverse", _unsummed):
-        got = outcome(spread(original, "farskip", TENSOR, "scheduled"))
-    assert difference(got.logits, want.logits) < ROUNDING
-    wrong = {n for n, g in got.gradients.items() if difference(whole(g), want.gradients[n]) > 1e-3}
+    """In front of the cut matrices and between them, not behind."""
+    wrong = wrong_without_sums_of_gradients(TENSOR)
     # The norm before the cut matrices, and those of queries and keys between them.
     layer = "model.layers.1"
     assert {f"{layer}.input_layernorm.weight", f"{layer}.self_attn.q_norm.weight"} <= wrong
     assert f"{layer}.self_attn.o_proj.weight" not in wrong
-
-
-def _unsummed(self: Reduce | Enter, tensor: Tensor) -> Issued:
-    return Issued(tensor.clone(), None, tensor)
 
 
 def is_a_module_like_others(rank: int, folder: Path) -> None:
@@ -145,21 +130,14 @@ def test_two_processes_in_detail(tmp_path: Path) -> None:
     )
 
 
-class AllWirings:
-    """A check for each kind of model, by its name."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = self.__name__ = kind
-
-    def __call__(self, rank: int, folder: Path) -> None:
-        # A norm over cut features adds up parts: in float32, as transformers has it, that shows rounding of float32.
-        with patch.object(OlmoeRMSNorm, "forward", norm_in_float64):
-            for preset in ("farskip", "ladder", "identity"):
-                assert_equal_to_one_process(self.kind, preset, TENSOR if self.kind == "llama4_text" else BOTH)
+def all_wirings(kind: str, rank: int, folder: Path) -> None:
+    # A norm over cut features adds up parts: in float32, as transformers has it, that shows rounding of float32.
+    with patch.object(OlmoeRMSNorm, "forward", norm_in_float64):
+        assert_equal_in_all_wirings(kind, TENSOR if kind == "llama4_text" else BOTH)
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_wirings(kind: str, tmp_path: Path) -> None:
-    run_on_ranks([AllWirings(kind)], tmp_path, limit_s=580)
+    run_on_ranks([partial(all_wirings, kind)], tmp_path, limit_s=580)

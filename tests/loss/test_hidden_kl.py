@@ -8,8 +8,8 @@ from fxskip.errors import FxskipError
 from fxskip.loss import hidden_kl
 from tests.loss.device import DEVICE, on_device
 from tests.loss.formulas import Case, kl, logits
+from tests.loss.implementations import IMPLEMENTATIONS
 from tests.loss.spies import Spy
-from tests.loss.test_sparse_kl import IMPLEMENTATIONS
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::RuntimeWarning:triton"

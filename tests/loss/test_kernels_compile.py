@@ -3,7 +3,7 @@
 import pytest
 
 from tests.compiled import lines_of
-from tests.loss.test_sparse_kl import NEEDS_TRITON
+from tests.loss.implementations import NEEDS_TRITON
 
 
 @NEEDS_TRITON

@@ -13,8 +13,9 @@ from fxskip.loss import hidden_kl, sparse_kl
 from fxskip.loss.sparse_baselines import dense_sparse_kl, forward_chunked_sparse_kl, full_chunked_sparse_kl
 from fxskip.loss.tails import TAILS
 from tests.loss.formulas import Case, kl, logits
+from tests.loss.implementations import has_triton
 from tests.loss.sparse_formulas import loss_and_gradients
-from tests.loss.test_sparse_kl import COUNTS, WEIGHTS, D, K, N, Sparse, V, assert_close, has_triton
+from tests.loss.sparse_inputs import COUNTS, WEIGHTS, D, K, N, Sparse, V, assert_close
 from tests.ranks import run_ranks
 
 RANKS = 2

@@ -5,8 +5,8 @@ import torch
 
 from fxskip.loss import hidden_kl, sparse_kl
 from fxskip.loss.spare import Spare
+from tests.loss.implementations import NEEDS_TRITON, has_triton
 from tests.loss.spies import Ledger, interpret_in_place
-from tests.loss.test_sparse_kl import NEEDS_TRITON, has_triton
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 N, V, K = 64, 200, 5

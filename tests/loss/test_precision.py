@@ -5,8 +5,8 @@ import torch
 
 from fxskip.loss import operators, sparse_kl
 from tests.loss.device import DEVICE
+from tests.loss.implementations import NEEDS_TRITON
 from tests.loss.sparse_formulas import loss_and_gradients, relative_error
-from tests.loss.test_sparse_kl import NEEDS_TRITON
 
 # Rounding numbers to bfloat16 is a relative error of 1.66e-3 in the norm: 2**-9 / sqrt(3) of a number's power of two.
 ROUNDED_ONCE, ROUNDED_TWICE = 1.75e-3, 2.5e-3

@@ -11,8 +11,8 @@ from fxskip.loss.tails import TAILS
 from fxskip.loss.teacher_rows import TeacherRows
 from fxskip.loss.vocabulary import Shard
 from tests.loss.device import DEVICE
+from tests.loss.sparse_inputs import Sparse, assert_close
 from tests.loss.spies import interpret_in_place
-from tests.loss.test_sparse_kl import Sparse, assert_close
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),

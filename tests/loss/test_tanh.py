@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.loss.device import DEVICE
-from tests.loss.test_sparse_kl import NEEDS_TRITON
+from tests.loss.implementations import NEEDS_TRITON
 
 pytestmark = [NEEDS_TRITON, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
 JOINT = 0.6  # below it a power series, which errs most there: by 8.5e-8

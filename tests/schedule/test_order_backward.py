@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from fxskip.schedule.gradient_sums import GradientSum
+from fxskip.parallel import GradientSum
 from fxskip.schedule.hardware import load_hardware
 from fxskip.schedule.order_backward import BackwardSchedule, complete_events, order_backward
 from fxskip.schedule.order_region import _costs

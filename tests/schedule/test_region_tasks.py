@@ -9,10 +9,10 @@ import pytest
 from fxskip.analysis import Analysis
 from fxskip.errors import PassError, ScheduleError
 from fxskip.ir import is_matrix_product, value
+from fxskip.parallel import TaskCosts
 from fxskip.passes.place import place
 from fxskip.passes.split_collectives import flight_kind, is_start, is_wait
 from fxskip.passes.verify_flights import verify_flights
-from fxskip.schedule.cost_table import TaskCosts
 from fxskip.schedule.hardware import load_hardware
 from fxskip.schedule.order_region import _costs, order_region, schedules_of
 from fxskip.schedule.region_tasks import TASK, WAITS_FOR, RegionTasks, region_tasks
@@ -85,10 +85,8 @@ def test_sums_of_gradients_are_collectives_of_the_backward_alone(spec: str) -> N
     assert len(starts) == 2
     h200 = load_hardware("h200")
     for task, start in zip((gradients["enter"], gradients["enter.2"]), starts, strict=True):
-        sent = n_bytes = (
-            value(start).numel() * value(start).element_size()
-        )  # a ring of two sends half of it twice
-        assert task.bytes_in_flight == n_bytes
+        sent = value(start).numel() * value(start).element_size()  # a ring of two sends half of it twice
+        assert task.bytes_in_flight == sent
         assert task.cost_us == pytest.approx(
             1e6 * (sent / h200.domain.bytes_per_s(2) + h200.collective_start_s.value)
         )

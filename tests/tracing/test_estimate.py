@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
-from fxskip.parallel import RegionParallel
-from fxskip.schedule.gradient_sums import GradientSum
+from fxskip.parallel import GradientSum, RegionParallel
+from fxskip.schedule.gradient_sums import gradient_task
 from fxskip.schedule.machine import Contention, Machine
 from fxskip.schedule.order_backward import order_backward
 from fxskip.schedule.order_region import RegionSchedule, _costs
@@ -144,10 +144,10 @@ def test_gradients_are_added_up_behind_what_makes_them():
     experts = GradientSum("expert_gradients", EXPERT_DATA, 1 << 18, 2)
     layers = [layer("farskip")] * LAYERS
     last = LAYERS - 1
-    reductions = [head.task(last, 30.0)]
+    reductions = [gradient_task(head, last, 30.0)]
     for number in reversed(range(LAYERS)):
-        reductions += [experts.task(number, 5.0), own.task(number, 20.0)]
-    reductions += [embedding.task(0, 10.0)]
+        reductions += [gradient_task(experts, number, 5.0), gradient_task(own, number, 20.0)]
+    reductions += [gradient_task(embedding, 0, 10.0)]
     found = estimated(layers, backward=True, reductions=reductions)["backward"]
     order = found.schedule.order
     compute = [p for p in found.schedule.placed if p.lane == "compute"]

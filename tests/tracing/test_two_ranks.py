@@ -343,7 +343,9 @@ def switches(rank: int, folder: Path) -> None:
 
 
 def a_tiny_bench(rank: int, folder: Path) -> None:
-    setting = Setting(3, 1, 16, 1, 1, link="default", measured_costs=True, is_tiny=True)
+    setting = Setting(
+        layers=3, micro_batch=1, tokens=16, rounds=1, traced_steps=1, link="default", measured_costs=True, is_tiny=True
+    )  # fmt: skip
     found = dict(measure_pair(setting, rank))
     conditions = {place[0] for place in found} - {"environment", "peak_gib"}
     assert conditions == {
