@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,8 @@ from fxskip.schedule.order_region import RegionSchedule
 from fxskip.schedule.solve_region import gradient_us
 from fxskip.schedule.tasks import Task
 from fxskip.tracing.estimate import collective_behind, estimated
-from fxskip.tracing.runs import MODES, Mode, Stepper, run_modes
+from fxskip.tracing.runs import MODES, Mode, Stepper, gathered, run_modes
 from fxskip.tracing.timeline import About, Timeline
-
-T = TypeVar("T")
 
 
 def trace(
@@ -53,13 +51,13 @@ def trace(
     """
     model = inner_model(student)
     require_record("trace", model)
-    _check(model, batch, steps)
+    require_traceable("trace", model, batch, steps)
     by_path = rewired_layers(model)
     layers = list(by_path.values())
     parallel = _parallel(layers[0])
     device = next(model.parameters()).device
-    why_no_gradients = _why_no_gradients(model)
-    stepper = Stepper(student, batch, device, not why_no_gradients, parallel is not None)
+    why_not = why_no_gradients(model)
+    stepper = Stepper(student, batch, device, not why_not, parallel is not None)
     modes: tuple[Mode, ...] = tuple(MODES) if parallel is not None else ("as it is",)
     runs, found = run_modes(stepper, modes, steps)
     schedules = [found.get(number) for number in range(len(layers))]
@@ -67,10 +65,10 @@ def trace(
     if len(scheduled) < len(layers):
         scheduled = []
     sums = _gradient_sums(layers[0]) if stepper.gradients else []
-    ranks = _gathered(runs) if parallel is not None else [runs]
+    ranks = gathered(runs) if parallel is not None else [runs]
     key = cost_key(model, by_path, parallel, device)
     seen = (_shapes(batch), _tokens(layers[0]), key)
-    shapes, tokens, key = _gathered(seen)[0] if parallel is not None else seen
+    shapes, tokens, key = gathered(seen)[0] if parallel is not None else seen
     about = About(
         type(model).__name__,
         len(layers),
@@ -81,7 +79,7 @@ def trace(
         layers[0].fxskip_transport if parallel is not None else None,  # type: ignore[arg-type]
         "explicit" if any(one.backward is not None for one in scheduled) else "mirrored",
         stepper.gradients,
-        why_no_gradients,
+        why_not,
         shapes,
         tokens,
         key,
@@ -117,25 +115,26 @@ def _parallel(layer: nn.Module) -> RegionParallel | None:
     return layer.fxskip_parallel
 
 
-def _check(model: nn.Module, batch: object, steps: int) -> None:
+def require_traceable(who: str, model: nn.Module, batch: object, steps: int) -> None:
+    """Raise PassError, from `who`, where no steps of `model` on `batch` can be measured."""
     if program_record(model) is not None:
         raise PassError(
-            "trace",
+            who,
             "a captured program has no decoder layers that could be watched",
-            hint="trace the model that the program was captured from, transformed with the same spec",
+            hint="take the model that the program was captured from, transformed with the same spec",
         )
     if not isinstance(batch, Mapping) or not all(isinstance(name, str) for name in batch):
         raise PassError(
-            "trace",
+            who,
             f"the batch is a {type(batch).__name__}",
             hint='pass what the model is called with, by name: {"input_ids": ids}',
         )
     if steps < 1:
-        raise PassError("trace", f"steps is {steps}", hint="write 1 or more")
+        raise PassError(who, f"steps is {steps}", hint="write 1 or more")
 
 
-def _why_no_gradients(model: nn.Module) -> str:
-    """ "" where a step has a backward."""
+def why_no_gradients(model: nn.Module) -> str:
+    """Why a step is forward alone; "" where it has a backward."""
     if not torch.is_grad_enabled():
         return "gradients are off"
     if not model.training:
@@ -149,13 +148,6 @@ def _tokens(layer: nn.Module) -> int:
     """Of this rank in the step that was run last; 0 in one process."""
     assert isinstance(layer, Region)
     return layer.fxskip_tokens
-
-
-def _gathered(mine: T) -> list[T]:
-    """What all ranks have, by rank."""
-    found: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return cast(list[T], found)
 
 
 def _gradient_sums(layer: nn.Module) -> list[Task]:
