@@ -31,7 +31,7 @@ from fxskip.leaves import leaf
 from fxskip.planning import Plan, Trainable
 from fxskip.runtime.gradients import average_gradients, clip_grad_norm_, no_sync, parameter_groups
 from fxskip.spec import Spec, load_spec
-from fxskip.tracing import Timeline, trace
+from fxskip.tracing import Timeline, Tuning, trace, tune
 from fxskip.transport import TransportChoice
 from fxskip.version import __version__
 
@@ -51,6 +51,7 @@ __all__ = [
     "Timeline",
     "Trainable",
     "TransportChoice",
+    "Tuning",
     "__version__",
     "average_gradients",
     "clip_grad_norm_",
@@ -69,4 +70,5 @@ __all__ = [
     "trainable",
     "transform",
     "transport_of",
+    "tune",
 ]

@@ -32,7 +32,7 @@ from fxskip.bench.power import PowerLog, Window
 from fxskip.collectives.measuring import routing_in_turn
 from fxskip.schedule.cost_table import save_costs
 from fxskip.tracing.figures import PARTS, Rank, figures
-from fxskip.tracing.runs import MODES, Mode, ModeRuns, Stepper, Times, median_over_ranks
+from fxskip.tracing.runs import MODES, Mode, ModeRuns, Stepper, Times, gathered, median_over_ranks
 
 Part = tuple[tuple[str, ...], Any]
 """A place in the report of a setting, and what belongs there."""
@@ -95,14 +95,14 @@ def _measured(
             send_zeros()
         variants = [Variant(w, r, data, m) for r in routings for w in WIRINGS for m in MODES]
         times, windows, log = _in_turn(setting, steppers, variants, rank)
-        gathered = _gathered(times)
+        everyone = gathered(times)
         for variant in variants:
             place = (variant.condition, variant.wiring, variant.mode)
-            per_rank = [own[variant] for own in gathered]
+            per_rank = [own[variant] for own in everyone]
             yield place, _row(per_rank) | {"clocks": log.summary(windows[variant])}
         for routing in routings:
             for wiring, one in steppers.items():
-                found = _traced(setting, one, Variant(wiring, routing, data, "as it is"), gathered)
+                found = _traced(setting, one, Variant(wiring, routing, data, "as it is"), everyone)
                 yield (f"{routing}, {data}", wiring, "trace"), found
 
 
@@ -138,7 +138,7 @@ def _student(setting: Setting, wiring: Wiring, rank: int, folder: Path) -> Any:
         return model
     one = stepper(setting, model, rank=rank, together=True)
     costs = fxskip.trace(model, one.batch, steps=2).costs()
-    path = _gathered(folder / f"{wiring}.json")[0]  # the spec names the file, so it is one for all ranks
+    path = gathered(folder / f"{wiring}.json")[0]  # the spec names the file, so it is one for all ranks
     if rank == 0:
         save_costs(costs, path)
     dist.barrier()
@@ -180,7 +180,7 @@ def _timed(steppers: dict[Wiring, Stepper], variant: Variant) -> Times:
 
 
 def _traced(
-    setting: Setting, one: Stepper, variant: Variant, gathered: list[dict[Variant, list[Times]]]
+    setting: Setting, one: Stepper, variant: Variant, everyone: list[dict[Variant, list[Times]]]
 ) -> dict[str, Any]:
     """Figures of a wiring in a condition: step times from before, C and K from steps under watch."""
     own: dict[Mode, ModeRuns] = {}
@@ -191,7 +191,7 @@ def _traced(
             kernels = tuple(one.profiled() for _ in steps) if on_gpu else ()
             records = () if on_gpu else tuple(one.recorded()[0] for _ in steps)
         own[mode] = ModeRuns((), records, kernels)
-    watched: list[Rank] = _gathered(own)
+    watched: list[Rank] = gathered(own)
     timed: list[Rank] = [
         {
             mode: ModeRuns(
@@ -201,7 +201,7 @@ def _traced(
             )
             for mode, runs in rank.items()
         }
-        for rank, times in zip(watched, gathered, strict=True)
+        for rank, times in zip(watched, everyone, strict=True)
     ]
     found = {part: figures(timed, part) for part in PARTS}
     return {part: asdict(one) | {"hidden": one.hidden} for part, one in found.items()}
@@ -219,13 +219,6 @@ def _row(per_rank: Sequence[Sequence[Times]]) -> dict[str, Any]:
 
 def _median_us(times: Sequence[Times]) -> float:
     return statistics.median(one.step_us for one in times)
-
-
-def _gathered(mine: Any) -> Any:
-    """That of all ranks, on each of them."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
 
 
 def _peak() -> float | None:

@@ -12,6 +12,7 @@ import json
 import re
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
@@ -28,7 +29,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from fxskip.capture.hf import layers_by_path
 from fxskip.checkpoint.atomic import replaced_directory
 from fxskip.checkpoint.auto_classes import auto_classes, known_types, language_model
-from fxskip.checkpoint.plain import plain_record
+from fxskip.checkpoint.plain import keep_record, plain_record
 from fxskip.checkpoint.program import program_record
 from fxskip.checkpoint.record import WiringRecord
 from fxskip.checkpoint.spread import is_spread, own_parts, whole_state_dict
@@ -36,7 +37,7 @@ from fxskip.errors import CheckpointError, PassError
 from fxskip.runtime.decoder import keep_eager
 from fxskip.runtime.regions import install
 from fxskip.sharding import own_class, refuse_to_pickle, set_own_class
-from fxskip.spec import load_spec
+from fxskip.spec import Spec, load_spec
 
 PREFIX = "fxskip_"
 REMOTE_CODE = "modeling_fxskip.py"
@@ -312,6 +313,18 @@ def require_record(who: str, student: nn.Module) -> WiringRecord:
             hint="student = fxskip.transform(model, spec), or load a saved one with AutoModelForCausalLM",
         )
     return record
+
+
+def change_spec(student: nn.Module, spec: Spec) -> None:
+    """Have the record of a rewired model say `spec`, which wires its layers as before.
+
+    Raises PassError for any other model.
+    """
+    record = replace(require_record("change_spec", student), spec=spec.to_dict())
+    if (plain := plain_record(student)) is not None:
+        keep_record(student, replace(plain, wiring=record))
+    else:
+        student.config.fxskip = record.to_dict()  # type: ignore[union-attr]
 
 
 def family_of(config_dict: Mapping[str, Any]) -> Family:

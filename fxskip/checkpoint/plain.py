@@ -33,6 +33,11 @@ def adopt_plain(model: nn.Module, record: PlainRecord) -> None:
     layers = {path: model.get_submodule(path) for path in record.layers}
     wiring, runtime = record.wiring.wiring(where=type(model).__name__), load_spec(record.wiring.spec).runtime
     install(layers, wiring.regions, record.wiring.leaves, runtime)
+    keep_record(model, record)
+
+
+def keep_record(model: nn.Module, record: PlainRecord) -> None:
+    """Keep the record on the model."""
     setattr(model, _ATTRIBUTE, record)
 
 

@@ -17,6 +17,7 @@ from fxskip.cli.eval import evaluate
 from fxskip.cli.exit_code import ExitCode, exit_code_of
 from fxskip.cli.plan import plan
 from fxskip.cli.trace import trace
+from fxskip.cli.tune import tune
 from fxskip.errors import FxskipError
 from fxskip.version import __version__
 
@@ -33,6 +34,7 @@ app.command("distill")(distill)
 app.command("eval")(evaluate)
 app.command("doctor")(doctor)
 app.command("trace")(trace)
+app.command("tune")(tune)
 app.add_typer(bench, name="bench")
 
 

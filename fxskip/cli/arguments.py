@@ -14,6 +14,19 @@ SpecName = Annotated[
     str,
     typer.Argument(metavar="SPEC", help="A spec file, or the name of a preset, such as farskip."),
 ]
+RandomModel = Annotated[
+    Path,
+    typer.Argument(
+        exists=True,
+        metavar="MODEL",
+        help="Folder of a saved model, or a config file: weights are random then.",
+    ),
+]
+BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Sequences of each process in one step.")]
+SequenceLength = Annotated[int, typer.Option("--length", min=2, help="Tokens of a sequence.")]
+ForwardOnly = Annotated[
+    bool, typer.Option("--forward-only", help="The model in eval mode, without a backward.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 DataFiles = Annotated[
     list[Path],
@@ -42,3 +55,13 @@ class Dtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+
+
+StudentDtype = Annotated[
+    Dtype,
+    typer.Option(
+        "--dtype",
+        help="Type of the weights; auto is that in which they are stored, for random ones bfloat16 on a GPU and "
+        "float32 elsewhere.",
+    ),
+]

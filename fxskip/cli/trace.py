@@ -5,35 +5,27 @@ from typing import Annotated
 
 import typer
 
-from fxskip.cli.arguments import AsJson, Dtype, SpecName
+from fxskip.cli.arguments import (
+    AsJson,
+    BatchSize,
+    Dtype,
+    ForwardOnly,
+    RandomModel,
+    SequenceLength,
+    SpecName,
+    StudentDtype,
+)
 from fxskip.cli.output import note, quiet_stdout
 
 
 def trace(
-    model: Annotated[
-        Path,
-        typer.Argument(
-            exists=True,
-            metavar="MODEL",
-            help="Folder of a saved model, or a config file: weights are random then.",
-        ),
-    ],
+    model: RandomModel,
     spec: SpecName,
-    sequences: Annotated[
-        int, typer.Option("--batch-size", min=1, help="Sequences of each process in one step.")
-    ] = 2,
-    tokens: Annotated[int, typer.Option("--length", min=2, help="Tokens of a sequence.")] = 128,
+    sequences: BatchSize = 2,
+    tokens: SequenceLength = 128,
     steps: Annotated[int, typer.Option(min=1, help="Steps that are measured of each kind.")] = 3,
-    dtype: Annotated[
-        Dtype,
-        typer.Option(
-            help="Type of the weights; auto is that in which they are stored, for random ones bfloat16 on a GPU and "
-            "float32 elsewhere."
-        ),
-    ] = Dtype.auto,
-    forward_only: Annotated[
-        bool, typer.Option("--forward-only", help="The model in eval mode, without a backward.")
-    ] = False,
+    dtype: StudentDtype = Dtype.auto,
+    forward_only: ForwardOnly = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -60,14 +52,12 @@ def trace(
     """
     with quiet_stdout():
         import fxskip
-        from fxskip.cli.traced_student import Request, traced
+        from fxskip.cli.students import Request, traced
 
-        request = Request(
-            model, fxskip.load_spec(spec), sequences, tokens, steps, dtype, not forward_only, out
-        )
+        request = Request(model, fxskip.load_spec(spec), sequences, tokens, steps, dtype, not forward_only)
         if model.is_file():
             note(f"{model}: a config alone, so weights are random")
-        found = list(traced(request))
+        found = list(traced(request, out))
         if out is not None and found:
             note(f"written: {out}")
     for timeline in found:  # none on other ranks than 0

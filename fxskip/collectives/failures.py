@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from multiprocessing.util import Finalize
@@ -54,10 +54,15 @@ class _Member:
     me: int
     issued: int = 0
     at_pass_begin: int = 0
+    shared_at: int = -1
+    """How many collectives this rank had issued when it had an error before the first one of a pass, and went on. What
+    another says of an error at that place is of the same one, unless its process ends by it."""
     failures: int = 0
     """How many errors the ranks of the group have had together and gone on after: errors are told apart by it."""
     told: bool = False
     """Whether this rank has said that it failed."""
+    last: dict[str, Any] = field(default_factory=dict)
+    """What it said."""
     broken: CollectiveError | None = None
 
     def key(self, rank: int) -> str:
@@ -83,7 +88,12 @@ def _speak_at_exit() -> None:
 
 def _say_that_this_process_ends() -> None:
     for member in list(_MEMBERS.values()):
-        _tell_ranks_of(member, f"its process ended, after {member.issued} collectives of the group", _EXIT)
+        if member.told:
+            _store_set(member, json.dumps(member.last | {"ended": True}))
+        else:
+            _tell_ranks_of(
+                member, f"its process ended, after {member.issued} collectives of the group", _EXIT
+            )
 
 
 def join(group: Any) -> None:
@@ -108,8 +118,8 @@ def tell(error: BaseException | str, place: str) -> None:
 def _tell_ranks_of(member: _Member, what: str, place: str, *, follows: bool = False) -> None:
     if not member.told:
         member.told = True
-        record = {"what": what, "place": place, "issued": member.issued, "follows": follows}
-        _store_set(member, json.dumps(record))
+        member.last = {"what": what, "place": place, "issued": member.issued, "follows": follows}
+        _store_set(member, json.dumps(member.last))
 
 
 @contextmanager
@@ -200,6 +210,7 @@ def _go_on_together(name: str, member: _Member) -> None:
     """After an error of this rank: wait until all had one, and compare how far each had come."""
     if member.issued == member.at_pass_begin:  # before the first collective of a pass: nothing is out of step
         member.told = False
+        member.shared_at = member.issued
         _store_delete(member)
         return
     others = [rank for rank in member.ranks if rank != member.me]
@@ -237,7 +248,8 @@ def _listed(said: dict[int, dict[str, Any]]) -> str:
 def _said_by_others(member: _Member) -> dict[int, dict[str, Any]]:
     try:
         others = [r for r in member.ranks if r != member.me and member.store.check([member.key(r)])]
-        return {rank: json.loads(member.store.get(member.key(rank))) for rank in others}
+        said = {rank: json.loads(member.store.get(member.key(rank))) for rank in others}
+        return {rank: r for rank, r in said.items() if r["issued"] != member.shared_at or r.get("ended")}
     except RuntimeError:  # the process that keeps the store is gone; it is then among those without a word
         return {}
 

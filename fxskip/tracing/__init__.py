@@ -2,5 +2,6 @@
 
 from fxskip.tracing.timeline import Timeline
 from fxskip.tracing.trace import trace
+from fxskip.tracing.tune import Tuning, tune
 
-__all__ = ["Timeline", "trace"]
+__all__ = ["Timeline", "Tuning", "trace", "tune"]

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from fxskip.tracing.kernels import kernels_of
 from fxskip.tracing.recorder import Recorder
 from fxskip.tracing.records import Kernel, Phase, StepRecord
 
+T = TypeVar("T")
 Mode = Literal["as it is", "blocking", "nothing sent"]
 MODES: dict[Mode, Callable[[], AbstractContextManager[None]]] = {
     "as it is": nullcontext,
@@ -153,6 +154,13 @@ def run_modes(
         for mode, rows in found.items()
     }
     return runs, schedules
+
+
+def gathered(mine: T) -> list[T]:
+    """What all ranks of the default group have, by rank."""
+    found: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return cast(list[T], found)
 
 
 def median_over_ranks(per_rank: Sequence[Sequence[float]]) -> float:

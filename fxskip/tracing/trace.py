@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from fxskip.schedule.region_tasks import ARRIVAL
 from fxskip.schedule.solve_region import gradient_us
 from fxskip.schedule.tasks import Task
 from fxskip.tracing.estimate import collective_behind, estimated
-from fxskip.tracing.runs import MODES, Mode, Stepper, run_modes
+from fxskip.tracing.runs import MODES, Mode, Stepper, gathered, run_modes
 from fxskip.tracing.timeline import About, Timeline
 
 T = TypeVar("T")
@@ -55,11 +55,11 @@ def trace(
     """
     model = inner_model(student)
     require_record("trace", model)
-    _check(model, batch, steps)
+    require_traceable("trace", model, batch, steps)
     layers = list(rewired_layers(model).values())
     parallel = _parallel(layers[0])
     device = next(model.parameters()).device
-    stepper = Stepper(student, batch, device, not _why_no_gradients(model), parallel is not None)
+    stepper = Stepper(student, batch, device, not why_no_gradients(model), parallel is not None)
     modes: tuple[Mode, ...] = tuple(MODES) if parallel is not None else ("as it is",)
     runs, found = run_modes(stepper, modes, steps)
     schedules = [found.get(number) for number in range(len(layers))]
@@ -100,25 +100,26 @@ def _parallel(layer: nn.Module) -> RegionParallel | None:
     return layer.fxskip_parallel
 
 
-def _check(model: nn.Module, batch: object, steps: int) -> None:
+def require_traceable(who: str, model: nn.Module, batch: object, steps: int) -> None:
+    """Raise PassError, from `who`, where no steps of `model` on `batch` can be measured."""
     if program_record(model) is not None:
         raise PassError(
-            "trace",
+            who,
             "a captured program has no decoder layers that could be watched",
-            hint="trace the model that the program was captured from, transformed with the same spec",
+            hint="take the model that the program was captured from, transformed with the same spec",
         )
     if not isinstance(batch, Mapping) or not all(isinstance(name, str) for name in batch):
         raise PassError(
-            "trace",
+            who,
             f"the batch is a {type(batch).__name__}",
             hint='pass what the model is called with, by name: {"input_ids": ids}',
         )
     if steps < 1:
-        raise PassError("trace", f"steps is {steps}", hint="write 1 or more")
+        raise PassError(who, f"steps is {steps}", hint="write 1 or more")
 
 
-def _why_no_gradients(model: nn.Module) -> str:
-    """ "" where a step has a backward."""
+def why_no_gradients(model: nn.Module) -> str:
+    """Why a step is forward alone; "" where it has a backward."""
     if not torch.is_grad_enabled():
         return "gradients are off"
     if not model.training:
@@ -133,7 +134,7 @@ def _about(model: nn.Module, batch: Mapping[str, Any], processes: int, backward:
     layers = rewired_layers(model)
     first = next(iter(layers.values()))
     assert isinstance(first, Region)
-    parallel, why_no_gradients = first.fxskip_parallel, _why_no_gradients(model)
+    parallel, why_not = first.fxskip_parallel, why_no_gradients(model)
     return About(
         model=type(model).__name__,
         layers=len(layers),
@@ -143,8 +144,8 @@ def _about(model: nn.Module, batch: Mapping[str, Any], processes: int, backward:
         transport=parallel.transport if parallel is not None else "",
         choice=first.fxskip_transport if parallel is not None else None,
         backward=backward,
-        gradients=not why_no_gradients,
-        why_no_gradients=why_no_gradients,
+        gradients=not why_not,
+        why_no_gradients=why_not,
         batch=_shapes(batch),
         tokens=first.fxskip_tokens,
         key=cost_key(model, layers, parallel, next(model.parameters()).device),
@@ -153,11 +154,7 @@ def _about(model: nn.Module, batch: Mapping[str, Any], processes: int, backward:
 
 def _gathered(mine: T, parallel: RegionParallel | None) -> list[T]:
     """What all ranks have, by rank; this one alone in one process."""
-    if parallel is None:
-        return [mine]
-    found: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return cast(list[T], found)
+    return [mine] if parallel is None else gathered(mine)
 
 
 def _gradient_sums(layer: nn.Module) -> list[Task]:

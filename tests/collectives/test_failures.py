@@ -113,6 +113,16 @@ def all_fail_in_backward(rank: int) -> None:
 # --- one rank alone ------------------------------------------------------------------------------
 
 
+def all_fail_before_anything_is_sent(rank: int) -> None:
+    """One goes on at once, and waits for the other, whose error is known and no reason to stop."""
+    trained, inputs = on_a_group_of_its_own(student()), own_batch(rank)
+    want = step(trained, inputs)
+    with FailAt("pow", 1), pytest.raises(Mishap):  # in the first norm
+        trained(**inputs)
+    time.sleep(3 * rank)
+    assert_same_bits(step(trained, inputs), want)
+
+
 def one_fails_in_forward(rank: int) -> None:
     module = on_a_group_of_its_own(in_mode(student(), "scheduled"))
     if rank == 1:
@@ -222,7 +232,9 @@ def run(checks: tuple[Callable[[int], None], ...], folder: Path) -> tuple[dict[i
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_errors_and_a_killed_process(tmp_path: Path) -> None:
-    ends, last = run((all_fail_in_forward, one_fails_in_forward, one_is_killed), tmp_path)
+    ends, last = run(
+        (all_fail_in_forward, all_fail_before_anything_is_sent, one_fails_in_forward, one_is_killed), tmp_path
+    )
     assert last == ["done", "one_is_killed"]
     assert ends == {0: 0, 1: -signal.SIGKILL}
 

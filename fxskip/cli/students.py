@@ -1,17 +1,18 @@
-"""What `fxskip trace` runs: the student of a saved model, in one process or several."""
+"""What `fxskip trace` and `fxskip tune` run: the student of a saved model, in one process or several."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fxskip.api import transform
 from fxskip.checkpoint.auto_classes import loader
@@ -22,11 +23,14 @@ from fxskip.spec import Spec
 from fxskip.tracing.processes import group, in_processes
 from fxskip.tracing.timeline import Timeline
 from fxskip.tracing.trace import trace
+from fxskip.tracing.tune import Tuning, tune
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is traced. Tokens are drawn at random, other ones on each rank."""
+    """What is traced or tuned. Tokens are drawn at random, other ones on each rank."""
 
     model: Path
     """Folder of a saved model, or a config file: then weights are random."""
@@ -40,27 +44,44 @@ class Request:
     """auto is that of the stored weights; for random ones bfloat16 on a GPU, float32 elsewhere."""
     trains: bool
     """Forward and backward, or forward alone."""
-    out: Path | None
 
 
-def traced(request: Request) -> Iterator[Timeline]:
-    """One timeline, on rank 0 under torchrun alone.
+def traced(request: Request, out: Path | None) -> Iterator[Timeline]:
+    """One timeline, on rank 0 under torchrun alone; `out` is its folder."""
+    return _on_ranks(request, partial(_traced_rank, request, out))
 
-    Under torchrun this process is one of those that the spec needs; else they are started here.
-    """
+
+def tuned(request: Request, out: Path) -> Iterator[Tuning]:
+    """One tuning, on rank 0 under torchrun alone; `out` is the file of costs."""
+    return _on_ranks(request, partial(_tuned_rank, request, out))
+
+
+def _on_ranks(request: Request, body: Callable[[int], Iterator[Result]]) -> Iterator[Result]:
+    """What `body` yields on rank 0. Under torchrun this process is one of those that the spec needs; else they are
+    started here."""
     needed = prod(axes(request.spec).values())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         rank = int(os.environ["RANK"])
         with group(rank, int(os.environ["WORLD_SIZE"]), "env://"):
-            found = list(_traced_rank(request, rank))
+            found = list(body(rank))
         yield from found if rank == 0 else ()
     elif needed == 1:
-        yield from _traced_rank(request, 0)
+        yield from body(0)
     else:
-        yield from in_processes(partial(_traced_rank, request), needed)
+        yield from in_processes(body, needed)
 
 
-def _traced_rank(request: Request, rank: int) -> Iterator[Timeline]:
+def _traced_rank(request: Request, out: Path | None, rank: int) -> Iterator[Timeline]:
+    student, batch = _student_and_batch(request, rank)
+    yield trace(student, batch, out if rank == 0 or not dist.is_initialized() else None, request.steps)
+
+
+def _tuned_rank(request: Request, out: Path, rank: int) -> Iterator[Tuning]:
+    student, batch = _student_and_batch(request, rank)
+    yield tune(student, batch, out, steps=request.steps)
+
+
+def _student_and_batch(request: Request, rank: int) -> tuple[nn.Module, dict[str, Any]]:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     student = transform(_model(request, device), request.spec, inplace=True)
@@ -68,9 +89,7 @@ def _traced_rank(request: Request, rank: int) -> Iterator[Timeline]:
     generator = torch.Generator().manual_seed(rank)
     size = (request.sequences, request.tokens)
     ids = torch.randint(student.config.get_text_config().vocab_size, size, generator=generator).to(device)
-    batch = {"input_ids": ids, "use_cache": False} | ({"labels": ids} if request.trains else {})
-    out = request.out if rank == 0 or not dist.is_initialized() else None
-    yield trace(student, batch, out, request.steps)
+    return student, {"input_ids": ids, "use_cache": False} | ({"labels": ids} if request.trains else {})
 
 
 def _model(request: Request, device: torch.device) -> Any:
