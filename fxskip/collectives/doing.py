@@ -6,6 +6,7 @@ Ranks that disagree would pair exchanges that do not belong together, or wait fo
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,7 @@ class Doing:
     def now(hidden: Tensor, path: str) -> Doing:
         """That of the layer that runs, whose experts are at `path` and get `hidden` [T, D]."""
         layer, grad = running_layer(), torch.is_grad_enabled()
+        averages: Any = layer.fxskip_gradients
         return Doing(
             layer.fxskip_layer,  # type: ignore[arg-type]
             hidden.shape[1],
@@ -56,7 +58,7 @@ class Doing:
             int(grad and hidden.requires_grad),
             int(grad and any(p.requires_grad for p in layer.get_submodule(path).parameters())),
             int(torch._C._current_graph_task_id() != -1),
-            getattr(layer.fxskip_gradients, "names_hash", 0),
+            averages.names_hash if averages is not None else 0,
         )
 
     def encoded(self) -> int:

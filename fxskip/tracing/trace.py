@@ -116,6 +116,21 @@ def require_traceable(who: str, model: nn.Module, batch: object, steps: int) -> 
         )
     if steps < 1:
         raise PassError(who, f"steps is {steps}", hint="write 1 or more")
+    first = next(iter(rewired_layers(model).values()))
+    if _parallel(first) is not None:
+        _require_all_processes(who, first)
+
+
+def _require_all_processes(who: str, layer: nn.Module) -> None:
+    """Raise PassError where some processes of the default group have no part of the model: they would be waited for."""
+    assert isinstance(layer, Region)
+    ranks, world = layer.fxskip_mesh.mesh.size(), dist.get_world_size()
+    if ranks != world:
+        raise PassError(
+            who,
+            f"the model is spread over {ranks} of {world} processes",
+            hint="spread it over all processes of the default group, with an axis for what is data parallel",
+        )
 
 
 def why_no_gradients(model: nn.Module) -> str:

@@ -140,6 +140,11 @@ def refusals(rank: int, folder: Path) -> None:
         fxskip.tune(student, inputs, folder / "missing" / "costs.json")
     with pytest.raises(fxskip.SpecError, match="neither a path nor a word"):
         fxskip.tune(student, inputs, "costs")
+    with (
+        patch("torch.distributed.get_world_size", return_value=4),
+        pytest.raises(fxskip.PassError, match="spread over 2 of 4 processes"),
+    ):
+        fxskip.tune(student, inputs)
     forward = tuned(student.eval(), rank, folder / "eval.json", steps=1)
     assert {one.order.backward for one in forward.timed} == {"mirrored"}
     assert "forward alone (the model is in eval mode)" in str(forward)
