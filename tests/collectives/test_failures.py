@@ -147,6 +147,20 @@ def one_fails_in_backward(rank: int) -> None:
         loss.backward()
 
 
+def one_fails_in_an_explicit_backward(rank: int) -> None:
+    """The others learn which step of which layer it was, and the error."""
+    explicit = spread(model("mixtral", layers=LAYERS), schedule={"backward": "explicit"})
+    loss = backward_of(on_a_group_of_its_own(explicit), rank)
+    if rank == 1:
+        with pytest.raises(Mishap), FailAt(f"{ATTENTION}_backward", 2):
+            loss.backward()
+        return
+    with pytest.raises(fxskip.CollectiveError, match="waited for in vain: rank 1") as caught:
+        loss.backward()
+    said = rf"rank 1, backward of step '.*' of decoder layer 1: Mishap: {ATTENTION}_backward went wrong"
+    assert re.search(said, str(caught.value)), caught.value
+
+
 def one_has_other_weights(rank: int) -> None:
     said = r"different models[\s\S]*rank 0: .* values [\s\S]*rank 1: .* values "
     with pytest.raises(fxskip.PassError, match=said):
@@ -247,6 +261,7 @@ def test_more_errors(tmp_path: Path) -> None:
     checks = (
         all_fail_in_backward,
         one_fails_in_backward,
+        one_fails_in_an_explicit_backward,
         one_has_other_weights,
         one_has_another_spec,
         one_computes_without_gradients,
