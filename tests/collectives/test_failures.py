@@ -219,6 +219,22 @@ def one_leaves_a_backward_pass_out(rank: int) -> None:
     assert "leaves out a forward or backward pass of the others" in str(caught.value)
 
 
+def one_leaves_average_gradients_out(rank: int) -> None:
+    """It waits in its next forward pass for the others, which wait for it."""
+    module = on_a_group_of_its_own(in_mode(student(), "scheduled"))
+    backward_of(module, rank).backward()
+    fxskip.average_gradients(module)  # the first call makes process groups, on all ranks together
+    with pytest.raises(
+        fxskip.CollectiveError, match="make different calls, and wait for each other"
+    ) as caught:
+        if rank == 0:
+            fxskip.average_gradients(module)
+        backward_of(module, rank)
+    text = str(caught.value)
+    assert "rank 0: waits for comparison of what trains" in text
+    assert "rank 1: waits for expert counts of decoder layer 0" in text
+
+
 def _all_of(checks: tuple[Callable[[int], None], ...], folder: Path, rank: int) -> None:
     for check in checks:
         (folder / f"rank{rank}").write_text(check.__name__)
@@ -253,6 +269,13 @@ def test_a_process_that_ends_early(tmp_path: Path) -> None:
 def test_a_backward_pass_left_out(tmp_path: Path) -> None:
     ends, last = run((one_leaves_a_backward_pass_out,), tmp_path)
     assert (ends, last) == ({0: 0, 1: -signal.SIGABRT}, ["done", "one_leaves_a_backward_pass_out"])
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
+    ends, last = run((one_leaves_average_gradients_out,), tmp_path)
+    assert (ends, last) == ({0: 0, 1: 0}, ["done", "done"])
 
 
 @pytest.mark.distributed
