@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils.checkpoint import _StopRecomputationError
 
 from fxskip.backward.module_calls import ModuleParameters, expose_parameters
 from fxskip.backward.program import Part, Program
@@ -27,6 +28,7 @@ from fxskip.backward.program_of import attribute_values, program_of
 from fxskip.backward.scheduled_region import ScheduledRegion
 from fxskip.backward.site import Site
 from fxskip.collectives.border import arrived_value, leave_pending, stand_in
+from fxskip.collectives.failures import tell
 from fxskip.collectives.landing import drain, one_backward_pass
 from fxskip.collectives.measuring import Place, watcher
 from fxskip.errors import PassError
@@ -106,6 +108,13 @@ class _LayerSite(Site):
         """Tell of the task's backward."""
         if (somebody := watcher()) is not None:
             somebody.enter(self._place(step), "bwd" if part == "both" else part)
+
+    def failed(self, error: BaseException, where: str) -> None:
+        """Tell the other ranks, before this one waits for what is in flight: they may wait for it until they know."""
+        if not isinstance(
+            error, _StopRecomputationError
+        ):  # how torch's checkpoint ends a run that has gone far enough
+            tell(error, where)
 
     def _place(self, step: str) -> Place | None:
         lane = self._lanes.get(step)

@@ -58,7 +58,7 @@ class ScheduledRegion:
             drain: called where a forward or backward ends early, so that nothing stays in flight.
             weights: inputs whose gradients may be split off although they are no leaves: views of parameters.
             around_backward: opened around the events of each node of the chain.
-            site: asked at each call; says in errors which region it is, and is told of the steps.
+            site: asked at each call; says in errors which region it is, and is told of the steps and their errors.
 
         Raises:
             ScheduleError: an order is incomplete, or would read a value or gradient before it is there.
@@ -146,7 +146,7 @@ class ScheduledRegion:
                     raise _draws_out_of_order(step.name)
                 values.put(number, results)
             except BaseException as error:
-                self._fail(error, f"forward of step {step.name!r} of {site}")
+                self._fail(error, f"forward of step {step.name!r} of {site}", site)
                 raise
             del arguments, results
             values.free(position)
@@ -156,8 +156,9 @@ class ScheduledRegion:
             self._drain()
             raise
 
-    def _fail(self, error: BaseException, where: str) -> None:
+    def _fail(self, error: BaseException, where: str, site: Site) -> None:
         error.add_note(f"in the {where}")
+        site.failed(error, where)
         self._drain()
 
     def _drain_abandoned(self) -> None:
@@ -254,7 +255,7 @@ class _Backward:
                     self.call.run_event(event)
                 except BaseException as error:
                     self._forget()
-                    self.region._fail(error, f"backward of step {name!r} of {self.site}")
+                    self.region._fail(error, f"backward of step {name!r} of {self.site}", self.site)
                     raise
         found = [self.call.sums.pop(name).result() for name in released]
         if number == len(self.pieces) - 1:

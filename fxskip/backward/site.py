@@ -17,3 +17,6 @@ class Site:
 
     def backward(self, step: str, part: Part) -> None:
         """That part of its backward begins, and has gradients to compute."""
+
+    def failed(self, error: BaseException, where: str) -> None:
+        """An error ended a step there; what is in flight has not been waited for yet."""

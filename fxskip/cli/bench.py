@@ -227,6 +227,19 @@ def overlap(
             "--mirror is given with another choice of what is measured",
             hint="it is measured by itself: leave out --alone, --slow-link, --copy-engine and --measured-transport",
         )
+    exchanges = {
+        "--slow-link": slow_link,
+        "--copy-engine": copy_engine,
+        "--measured-transport": measured_transport,
+        "--measured-costs": measured_costs,
+    }
+    if alone and any(exchanges.values()):
+        given = ", ".join(name for name, is_given in exchanges.items() if is_given)
+        raise FxskipError(
+            "bench overlap",
+            f"--alone is given with {given}",
+            hint="one process exchanges nothing, so these would change nothing: leave out one or the other",
+        )
     from fxskip.bench.overlap import run
     from fxskip.bench.overlap_model import DEFAULT, MIRROR, SLOW, Link, Setting
 

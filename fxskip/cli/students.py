@@ -18,6 +18,7 @@ from fxskip.api import transform
 from fxskip.checkpoint.auto_classes import loader
 from fxskip.cli.arguments import Dtype
 from fxskip.cli.models import load_model, read_config
+from fxskip.parallel import EXPERT
 from fxskip.runtime.parallelize import axes
 from fxskip.spec import Spec
 from fxskip.tracing.processes import group, in_processes
@@ -30,7 +31,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Request:
-    """What is traced or tuned. Tokens are drawn at random, other ones on each rank."""
+    """What is traced or tuned. Tokens are drawn at random, the same ones on ranks that must have the same."""
 
     model: Path
     """Folder of a saved model, or a config file: then weights are random."""
@@ -86,10 +87,17 @@ def _student_and_batch(request: Request, rank: int) -> tuple[nn.Module, dict[str
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     student = transform(_model(request, device), request.spec, inplace=True)
     student.train(request.trains)
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(rank // ranks_with_same_tokens(request.spec))
     size = (request.sequences, request.tokens)
     ids = torch.randint(student.config.get_text_config().vocab_size, size, generator=generator).to(device)
     return student, {"input_ids": ids, "use_cache": False} | ({"labels": ids} if request.trains else {})
+
+
+def ranks_with_same_tokens(spec: Spec) -> int:
+    """How many neighbouring ranks share their tokens: those of the axis tensor, and of experts that are added up."""
+    sizes, expert = axes(spec), spec.parallel.expert if spec.parallel is not None else None
+    apart = sizes.get(EXPERT, 1) if expert is not None and expert.exchange == "all_to_all" else 1
+    return prod(sizes.values()) // apart
 
 
 def _model(request: Request, device: torch.device) -> Any:

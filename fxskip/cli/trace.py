@@ -55,6 +55,8 @@ def trace(
         from fxskip.cli.students import Request, traced
 
         request = Request(model, fxskip.load_spec(spec), sequences, tokens, steps, dtype, not forward_only)
+        if out is not None:
+            make_folder(out)
         if model.is_file():
             note(f"{model}: a config alone, so weights are random")
         found = list(traced(request, out))
@@ -62,3 +64,15 @@ def trace(
             note(f"written: {out}")
     for timeline in found:  # none on other ranks than 0
         typer.echo(timeline.to_json() if as_json else str(timeline))
+
+
+def make_folder(out: Path) -> None:
+    """Refuses before the first step what could not be written after the last."""
+    from fxskip.errors import FxskipError
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FxskipError(
+            "trace", f"--out {out}: {error.strerror}", hint="name a folder that is there or can be made"
+        ) from None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxskip.collectives.failures import PATIENCE_S, Work, until
+from fxskip.collectives.failures import PATIENCE_S, Work, issued, until
 from fxskip.collectives.in_flight import Flight, Issued, start, wait
 from fxskip.collectives.kept import made_once
 from fxskip.collectives.measuring import Sent, sends_nothing
@@ -69,6 +69,7 @@ class Counts:
         self._name, self._group, self._own = sent.name, group, own
         self._flight = Flight(sent, AllToAll(group, ones, ones))
         self.received = start(own, self._flight)
+        self._number = issued(group)
         self._event: torch.cuda.Event | None = None
         if own.is_cuda:
             self._copy_to_host()
@@ -90,7 +91,7 @@ class Counts:
         """What this rank told each, and what each told this one. Raises CollectiveError where another rank failed."""
         if self._table is None:
             if self._event is not None:
-                until(self._name, self._group, self._has_arrived)
+                until(self._name, self._group, self._has_arrived, self._number)
                 self._table = self._host.tolist()
             else:
                 self._table = torch.stack((self._own, wait(self.received, self._flight))).tolist()

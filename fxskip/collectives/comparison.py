@@ -36,7 +36,7 @@ class Comparison:
         if self._event is None:
             self._landing.land()
         else:
-            until(self._name, self._group, self._has_arrived)
+            until(self._name, self._group, self._has_arrived, self._landing.number)
         found: list[list[int]] = self._host.tolist()
         return found
 

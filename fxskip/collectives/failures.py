@@ -4,6 +4,8 @@ A rank that stops in the middle of a pass leaves the others waiting. So it says 
 group, and whoever waits for longer than a moment looks there; so does one whose process ends. A rank that was killed
 says nothing: its connections break, the others say that theirs did, and the one without a word is the one.
 
+Ranks that make different calls may wait for each other for ever: `waiting` finds that out.
+
 After an error that all ranks had at the same place, they may go on together. They compare how many collectives each
 has issued, for one that is ahead would pair its next one with another of its peers.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 import json
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +27,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from fxskip.collectives.waiting import RECENT, Wait, for_each_other, strike_out, write_down
 from fxskip.errors import CollectiveError, first_line
 
 PATIENCE_S = 1.0
@@ -33,6 +37,10 @@ GRACE_S = 5.0
 MEETING_S = 60.0
 """After an error: how long to wait for the others to have it too."""
 _EXIT = "at its exit"
+_SAME_CALLS = (
+    "all processes make the same calls in the same order: forward and backward passes, average_gradients, "
+    "clip_grad_norm_; see which one each process is in, then start all again"
+)
 
 
 class Work(Protocol):
@@ -52,7 +60,11 @@ class _Member:
     store: Any
     ranks: list[int]
     me: int
+    group: str
+    """The name that all ranks of the group know it by."""
     issued: int = 0
+    recent: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """The names of the collectives that were issued last."""
     at_pass_begin: int = 0
     shared_at: int = -1
     """How many collectives this rank had issued when it had an error before the first one of a pass, and went on. What
@@ -75,7 +87,9 @@ _MEMBERS: weakref.WeakKeyDictionary[Any, _Member] = weakref.WeakKeyDictionary()
 def _member(group: Any) -> _Member:
     if group not in _MEMBERS:
         store = _get_process_group_store(group)
-        _MEMBERS[group] = _Member(store, dist.get_process_group_ranks(group), dist.get_rank())
+        _MEMBERS[group] = _Member(
+            store, dist.get_process_group_ranks(group), dist.get_rank(), group.group_name
+        )
         _speak_at_exit()
     return _MEMBERS[group]
 
@@ -115,16 +129,20 @@ def tell(error: BaseException | str, place: str) -> None:
         _tell_ranks_of(member, what, place, follows=isinstance(error, CollectiveError))
 
 
-def _tell_ranks_of(member: _Member, what: str, place: str, *, follows: bool = False) -> None:
+def _tell_ranks_of(
+    member: _Member, what: str, place: str, *, follows: bool = False, crossed: str | None = None
+) -> None:
     if not member.told:
         member.told = True
-        member.last = {"what": what, "place": place, "issued": member.issued, "follows": follows}
+        member.last = {
+            "what": what, "place": place, "issued": member.issued, "follows": follows, "crossed": crossed
+        }  # fmt: skip
         _store_set(member, json.dumps(member.last))
 
 
 @contextmanager
-def issuing(name: str, group: Any) -> Iterator[None]:
-    """Around the call that hands the collective `name` to `group`.
+def issuing(name: str, group: Any) -> Iterator[int]:
+    """Around the call that hands the collective `name` to `group`; gives its number among those of the group.
 
     Raises CollectiveError where the group is out of step after an error, or the transport refuses.
     """
@@ -134,30 +152,54 @@ def issuing(name: str, group: Any) -> Iterator[None]:
     if member.broken is not None:
         raise member.broken
     member.issued += 1
+    member.recent.append(name)
     try:
-        yield
+        yield member.issued
     except (RuntimeError, ValueError) as error:
         raise _broken(name, member, error) from error
 
 
-def wait_until_done(name: str, group: Any, work: Work) -> None:
-    """Wait for a collective that the host waits for. Raises CollectiveError with the rank that failed, if one has."""
-    until(name, group, lambda: _done_within(work, PATIENCE_S))
+def issued(group: Any) -> int:
+    """How many collectives of `group` this rank has issued: the number of the last one."""
+    return _member(group).issued
 
 
-def until(name: str, group: Any, done: Callable[[], bool]) -> None:
-    """Call `done`, which waits for a moment, until it returns True.
+def wait_until_done(name: str, group: Any, work: Work, number: int) -> None:
+    """Wait for a collective that the host waits for, the group's `number`-th. Raises CollectiveError with the rank that
+    failed, if one has."""
+    until(name, group, lambda: _done_within(work, PATIENCE_S), number)
 
-    Raises CollectiveError where another rank has failed meanwhile, or where the transport fails in `done`.
+
+def until(name: str, group: Any, done: Callable[[], bool], number: int) -> None:
+    """Call `done`, which waits for a moment, until it returns True: the group's `number`-th collective is done then.
+
+    Raises CollectiveError where another rank has failed meanwhile, where ranks wait for each other, or where the
+    transport fails in `done`.
     """
     member = _member(group)
+    is_written, crossed = False, ""
     try:
         while not done():
-            said = _said_by_others(member)
-            if said:
+            if said := _said_by_others(member):
                 raise _stopped(name, member, said)
+            if not is_written:
+                is_written = True
+                write_down(member.me, _wait(name, member, number))
+            elif crossed := for_each_other(member.me):
+                raise _tell_crossed(name, member, crossed)
     except RuntimeError as error:
         raise _broken(name, member, error) from error
+    finally:
+        if is_written and not crossed:  # the others are to see the same circle
+            strike_out(member.me)
+
+
+def _wait(name: str, member: _Member, number: int) -> Wait:
+    members = list(_MEMBERS.values())
+    return Wait(
+        name, member.group, number, member.ranks,
+        {one.group: one.issued for one in members}, {one.group: list(one.recent) for one in members},
+    )  # fmt: skip
 
 
 def _done_within(work: Work, seconds: float) -> bool:
@@ -194,6 +236,8 @@ def _broken(name: str, member: _Member, error: Exception) -> CollectiveError:
 
 
 def _stopped(name: str, member: _Member, said: dict[int, dict[str, Any]]) -> CollectiveError:
+    if crossed := next((record["crossed"] for record in said.values() if record["crossed"]), None):
+        return _apart(name, crossed)
     first = [rank for rank, record in said.items() if not record["follows"]] or list(said)
     ended = all(said[rank]["place"] == _EXIT for rank in first)
     return CollectiveError(
@@ -203,6 +247,18 @@ def _stopped(name: str, member: _Member, said: dict[int, dict[str, Any]]) -> Col
         hint="all processes call the model equally often, with as many batches and new tokens: let all end together"
         if ended
         else "mend the error of that rank. Processes go on together only where all had theirs at the same place",
+    )
+
+
+def _tell_crossed(name: str, member: _Member, crossed: str) -> CollectiveError:
+    for one in list(_MEMBERS.values()):
+        _tell_ranks_of(one, "the processes wait for each other", name, crossed=crossed)
+    return _remember(member, _apart(name, crossed))
+
+
+def _apart(name: str, crossed: str) -> CollectiveError:
+    return CollectiveError(
+        name, "the processes make different calls, and wait for each other", where=crossed, hint=_SAME_CALLS
     )
 
 

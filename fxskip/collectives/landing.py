@@ -42,8 +42,9 @@ _POISONED = False
 class Landing:
     """An issued collective and, in the debug mode, the buffer full of NaN that is shown until it has landed."""
 
-    def __init__(self, name: str, group: Any, issued: Issued, watch: FlightWatch | None) -> None:
+    def __init__(self, name: str, number: int, group: Any, issued: Issued, watch: FlightWatch | None) -> None:
         self.name = name
+        self.number = number
         self._watch = watch
         self.buffer = issued.buffer
         self.in_pass = backward_pass()
@@ -79,7 +80,7 @@ class Landing:
                 with torch.cuda.stream(self._stream):
                     issued.work.wait()
         else:
-            wait_until_done(self.name, self._group, issued.work)
+            wait_until_done(self.name, self._group, issued.work, self.number)
         if self._watch is not None:
             self._watch.landed()
         if self.buffer is not issued.buffer:
@@ -90,11 +91,11 @@ def launch(sent: Sent, group: Any, issue: Callable[[Tensor], Issued], tensor: Te
     """Hand a collective on `tensor` to its transport. Raises CollectiveError where that fails."""
     seen_by = watcher()
     watch = seen_by.flight(sent) if seen_by is not None else None
-    with issuing(sent.name, group):
+    with issuing(sent.name, group) as number:
         issued = issue(tensor)
     if watch is not None:
         watch.issued(issued.buffer, issued.work)
-    return Landing(sent.name, group, issued, watch)
+    return Landing(sent.name, number, group, issued, watch)
 
 
 def drain(in_pass: int | None = None) -> list[str]:

@@ -60,6 +60,7 @@ def trace(
     parallel = _parallel(layers[0])
     device = next(model.parameters()).device
     stepper = Stepper(student, batch, device, not why_no_gradients(model), parallel is not None)
+    require_folder("trace", None if out is None else Path(out), together=parallel is not None)
     modes: tuple[Mode, ...] = tuple(MODES) if parallel is not None else ("as it is",)
     runs, found = run_modes(stepper, modes, steps)
     schedules = [found.get(number) for number in range(len(layers))]
@@ -119,6 +120,20 @@ def require_traceable(who: str, model: nn.Module, batch: object, steps: int) -> 
     first = next(iter(rewired_layers(model).values()))
     if _parallel(first) is not None:
         _require_all_processes(who, first)
+
+
+def require_folder(who: str, folder: Path | None, *, together: bool) -> None:
+    """Make the folder that rank 0 will write to. Raises PassError, on all ranks, where that cannot be."""
+    problem = ""
+    if folder is not None and (not together or dist.get_rank() == 0):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = f"{folder}: {error.strerror}"
+    if together:
+        problem = gathered(problem)[0]
+    if problem:
+        raise PassError(who, problem, where="out", hint="name a place that is there or can be made")
 
 
 def _require_all_processes(who: str, layer: nn.Module) -> None:

@@ -26,7 +26,7 @@ from fxskip.runtime.regions import Region
 from fxskip.schedule.cost_table import CostTable, save_costs
 from fxskip.spec import Spec, load_spec
 from fxskip.tracing.runs import Stepper, gathered, kept_gradients, median_over_ranks
-from fxskip.tracing.trace import require_traceable, trace, why_no_gradients
+from fxskip.tracing.trace import require_folder, require_traceable, trace, why_no_gradients
 
 Backward = Literal["mirrored", "explicit"]
 _TRACED_STEPS = 2
@@ -140,7 +140,7 @@ def tune(
     parallel = _scheduled(layers)
     path = gathered(str(out))[0]
     _with_order(spec, Order(path, parallel.schedule.backward))  # what is no path shows before the work
-    _require_folder(path)
+    require_folder("tune", Path(path).parent, together=True)
     why = why_no_gradients(model)
     stepper = Stepper(student, batch, next(model.parameters()).device, not why, together=True)
     with _as_they_were(layers) as was:
@@ -168,14 +168,6 @@ def _scheduled(layers: Sequence[Region]) -> RegionParallel:
     else:
         return parallel
     raise PassError("tune", found, hint=hint)
-
-
-def _require_folder(path: str) -> None:
-    """Raise PassError on all ranks where rank 0 could not write there."""
-    folder = Path(path).parent
-    problem = gathered("" if folder.is_dir() else f"{folder} is no folder")[0]
-    if problem:
-        raise PassError("tune", problem, where=f"out={path!r}", hint="make it first, on the host of rank 0")
 
 
 def _orders(parallel: RegionParallel, path: str, forward_alone: bool) -> list[Order]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fxskip.backward.program import Program, Step
 from fxskip.backward.scheduled_region import ScheduledRegion
+from fxskip.backward.site import Site
 from tests.backward.random_programs import copies, loss_of, plain, random_case
 from tests.backward.test_scheduled_region import assert_same_gradients
 from tests.backward.tied_program import (
@@ -55,8 +56,24 @@ def failing_drain() -> Iterator[tuple[dict[str, bool], list[str], ScheduledRegio
     yield (
         fails,
         drained,
-        ScheduledRegion(program, forward=FORWARD, backward=BACKWARD, drain=lambda: drained.append("drained")),
+        ScheduledRegion(
+            program,
+            forward=FORWARD,
+            backward=BACKWARD,
+            drain=lambda: drained.append("drained"),
+            site=partial(Noting, drained),
+        ),
     )
+
+
+class Noting(Site):
+    """Writes down where errors were."""
+
+    def __init__(self, noted: list[str]) -> None:
+        self.noted = noted
+
+    def failed(self, error: BaseException, where: str) -> None:
+        self.noted.append(f"{error} in the {where}")
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -74,8 +91,9 @@ def test_an_error_drains_names_the_step_and_leaves_a_region_that_works(
             nullcontext() if gradient else torch.no_grad(),
         ):
             region(*inputs.values())[0].sum().backward()
-        assert caught.value.__notes__ == [f"in the {direction} of step 'second' of a scheduled region"]
-        assert drained == ["drained"]
+        where = f"in the {direction} of step 'second' of a scheduled region"
+        assert caught.value.__notes__ == [where]
+        assert drained == [f"broken {where}", "drained"]  # told before it waits
 
         fails[direction] = False
         for leaf in inputs.values():
@@ -84,7 +102,7 @@ def test_an_error_drains_names_the_step_and_leaves_a_region_that_works(
         plain(TIED, list(expected.values()))[0].sum().backward()
         region(*inputs.values())[0].sum().backward()
         assert_same_gradients(inputs, expected)
-        assert drained == ["drained"]
+        assert drained[1:] == ["drained"]
 
 
 def test_an_error_between_the_steps_is_drained_by_the_next_call() -> None:

@@ -140,6 +140,16 @@ def test_the_mirror_is_measured_by_itself(tmp_path, capsys):
     assert "--mirror is given with another choice" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "option", ["--slow-link", "--copy-engine", "--measured-transport", "--measured-costs"]
+)
+def test_one_process_exchanges_nothing(tmp_path, capsys, option):
+    out = tmp_path / "report.json"
+    assert run("bench", "overlap", "--tiny", "--alone", option, "--out", out) == 2
+    assert f"--alone is given with {option}" in capsys.readouterr().err
+    assert not out.exists()
+
+
 @pytest.mark.slow
 def test_tiny_mirror(tmp_path):
     out = tmp_path / "report.json"

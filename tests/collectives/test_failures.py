@@ -157,6 +157,20 @@ def one_fails_in_backward(rank: int) -> None:
         loss.backward()
 
 
+def one_fails_in_an_explicit_backward(rank: int) -> None:
+    """The others learn which step of which layer it was, and the error."""
+    explicit = spread(model("mixtral", layers=LAYERS), schedule={"backward": "explicit"})
+    loss = backward_of(on_a_group_of_its_own(explicit), rank)
+    if rank == 1:
+        with pytest.raises(Mishap), FailAt(f"{ATTENTION}_backward", 2):
+            loss.backward()
+        return
+    with pytest.raises(fxskip.CollectiveError, match="waited for in vain: rank 1") as caught:
+        loss.backward()
+    said = rf"rank 1, backward of step '.*' of decoder layer 1: Mishap: {ATTENTION}_backward went wrong"
+    assert re.search(said, str(caught.value)), caught.value
+
+
 def one_has_other_weights(rank: int) -> None:
     said = r"different models[\s\S]*rank 0: .* values [\s\S]*rank 1: .* values "
     with pytest.raises(fxskip.PassError, match=said):
@@ -215,6 +229,22 @@ def one_leaves_a_backward_pass_out(rank: int) -> None:
     assert "leaves out a forward or backward pass of the others" in str(caught.value)
 
 
+def one_leaves_average_gradients_out(rank: int) -> None:
+    """It waits in its next forward pass for the others, which wait for it."""
+    module = on_a_group_of_its_own(in_mode(student(), "scheduled"))
+    backward_of(module, rank).backward()
+    fxskip.average_gradients(module)  # the first call makes process groups, on all ranks together
+    with pytest.raises(
+        fxskip.CollectiveError, match="make different calls, and wait for each other"
+    ) as caught:
+        if rank == 0:
+            fxskip.average_gradients(module)
+        backward_of(module, rank)
+    text = str(caught.value)
+    assert "rank 0: waits for comparison of what trains" in text
+    assert "rank 1: waits for expert counts of decoder layer 0" in text
+
+
 def _all_of(checks: tuple[Callable[[int], None], ...], folder: Path, rank: int) -> None:
     for check in checks:
         (folder / f"rank{rank}").write_text(check.__name__)
@@ -255,10 +285,18 @@ def test_a_backward_pass_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
+def test_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
+    ends, last = run((one_leaves_average_gradients_out,), tmp_path)
+    assert (ends, last) == ({0: 0, 1: 0}, ["done", "done"])
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
 def test_more_errors(tmp_path: Path) -> None:
     checks = (
         all_fail_in_backward,
         one_fails_in_backward,
+        one_fails_in_an_explicit_backward,
         one_has_other_weights,
         one_has_another_spec,
         one_computes_without_gradients,
