@@ -134,6 +134,13 @@ def orders_that_cannot_be(rank: int, folder: Path) -> None:
     assert_same_bits(before, step(student, inputs))
 
 
+def without_a_backward(rank: int, folder: Path) -> None:
+    student = spread(model("qwen2_moe", layers=2))
+    forward = tuned(student.eval(), rank, folder / "eval.json", steps=1)
+    assert {one.order.backward for one in forward.timed} == {"mirrored"}
+    assert "forward alone (the model is in eval mode)" in str(forward)
+
+
 def refusals(rank: int, folder: Path) -> None:
     student, inputs = spread(model("qwen2_moe", layers=2)), own_batch(rank)
     (folder / "a_file").touch()
@@ -147,9 +154,6 @@ def refusals(rank: int, folder: Path) -> None:
         pytest.raises(fxskip.PassError, match="spread over 2 of 4 processes"),
     ):
         fxskip.tune(student, inputs)
-    forward = tuned(student.eval(), rank, folder / "eval.json", steps=1)
-    assert {one.order.backward for one in forward.timed} == {"mirrored"}
-    assert "forward alone (the model is in eval mode)" in str(forward)
     blocking = spread(model("qwen2_moe", layers=2), mode="reference")
     with pytest.raises(fxskip.PassError, match="nothing is scheduled"):
         fxskip.tune(blocking, inputs)
@@ -157,7 +161,13 @@ def refusals(rank: int, folder: Path) -> None:
 
 @pytest.mark.distributed
 def test_two_processes(tmp_path: Path) -> None:
-    checks = (the_fastest_stays, what_it_has_may_stay, orders_that_cannot_be, refusals)
+    run_on_ranks((the_fastest_stays, refusals), tmp_path, limit_s=240)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_processes_whole(tmp_path: Path) -> None:
+    checks = (the_fastest_stays, what_it_has_may_stay, orders_that_cannot_be, without_a_backward)
     run_on_ranks(checks, tmp_path, limit_s=300)
 
 
