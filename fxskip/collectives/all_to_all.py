@@ -1,12 +1,11 @@
 """Exchange of rows between the ranks of a group, with as many rows for each rank as there are.
 
 Ranks need each other's counts before the rows. `exchange_counts` starts that early; `Counts.get` waits for it where
-the numbers are needed, on the host. On a GPU they travel to pinned memory meanwhile.
+the numbers are needed, on the host. On a GPU they travel to pinned memory meanwhile (`to_host`).
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -15,10 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxskip.collectives.failures import PATIENCE_S, Work, issued, until
+from fxskip.collectives.failures import Work
 from fxskip.collectives.in_flight import Flight, Issued, start, wait
 from fxskip.collectives.kept import made_once
 from fxskip.collectives.measuring import Sent, sends_nothing
+from fxskip.collectives.to_host import ToHost
 
 
 @dataclass(frozen=True)
@@ -66,49 +66,31 @@ class Counts:
 
     def __init__(self, sent: Sent, own: Tensor, group: Any) -> None:
         ones = (1,) * own.shape[0]
-        self._name, self._group, self._own = sent.name, group, own
-        self._flight = Flight(sent, AllToAll(group, ones, ones))
-        self.received = start(own, self._flight)
-        self._number = issued(group)
-        self._event: torch.cuda.Event | None = None
+        self._own, self._flight = own, Flight(sent, AllToAll(group, ones, ones))
+        self.received: Tensor
+        self._to_host: ToHost | None = None
         if own.is_cuda:
-            self._copy_to_host()
+            self._to_host = ToHost(sent.name, group, own, self._exchanged)
+            self.received.record_stream(torch.cuda.current_stream(own.device))
+        else:
+            self.received = start(own, self._flight)
         self._table: list[list[list[int]]] | None = None
 
-    def _copy_to_host(self) -> None:
-        # On a stream of its own: the copy waits for the exchange, and the compute stream for neither.
-        side = _side_stream(self._own.device)
-        side.wait_stream(torch.cuda.current_stream(self._own.device))
-        with torch.cuda.stream(side):
-            table = torch.stack((self._own, wait(self.received, self._flight)))
-            self._host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
-            self._host.copy_(table, non_blocking=True)
-            self._event = side.record_event()
-        for tensor in (self._own, self.received):
-            tensor.record_stream(side)
+    def _exchanged(self) -> Tensor:
+        self.received = start(self._own, self._flight)
+        return self._both()
+
+    def _both(self) -> Tensor:
+        return torch.stack((self._own, wait(self.received, self._flight)))
 
     def get(self) -> tuple[list[list[int]], list[list[int]]]:
         """What this rank told each, and what each told this one. Raises CollectiveError where another rank failed."""
         if self._table is None:
-            if self._event is not None:
-                until(self._name, self._group, self._has_arrived, self._number)
-                self._table = self._host.tolist()
-            else:
-                self._table = torch.stack((self._own, wait(self.received, self._flight))).tolist()
-        if self._event is not None:
-            torch.cuda.current_stream(self._own.device).wait_event(self._event)  # for `received`
+            self._table = (self._both() if self._to_host is None else self._to_host.get()).tolist()
+        if self._to_host is not None:  # `received` was made beside the compute stream
+            torch.cuda.current_stream(self._own.device).wait_event(self._to_host.event)
         own, received = self._table
         return own, received
-
-    def _has_arrived(self) -> bool:
-        """Waits for a moment for what travels to the host."""
-        assert self._event is not None
-        deadline = time.monotonic() + PATIENCE_S
-        while not self._event.query():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0)  # lets other threads run
-        return True
 
 
 def exchange_counts(sent: Sent, counts: Tensor, group: Any) -> Counts:
@@ -118,15 +100,6 @@ def exchange_counts(sent: Sent, counts: Tensor, group: Any) -> Counts:
     counts   [ranks, parts] int64: for the rank that owns the parts, rows of each
     """
     return made_once(lambda: Counts(sent, counts.contiguous(), group))
-
-
-_SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _SIDE_STREAMS:
-        _SIDE_STREAMS[device] = torch.cuda.Stream(device)
-    return _SIDE_STREAMS[device]
 
 
 def split_evenly(total: int, ranks: int) -> tuple[int, ...]:
