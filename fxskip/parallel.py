@@ -118,6 +118,11 @@ class LayerMesh:
             )
         return self._lanes.get(spanned)
 
+    def axes_to_meet(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """The axes over which all ranks of that lane have to meet before it is made; none where it is there."""
+        spanned = tuple(axis for axis in axes if self._mesh[axis].size() > 1)
+        return () if spanned in self._lanes else spanned
+
     def _ranks_along(self, axes: tuple[str, ...]) -> list[int]:
         names, own = self._mesh.mesh_dim_names or (), self._mesh.get_coordinate()
         assert own is not None

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
@@ -65,6 +65,8 @@ class _Member:
     issued: int = 0
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))
     """The names of the collectives that were issued last."""
+    meetings: int = 0
+    """How often the ranks of the group have met without a collective."""
     at_pass_begin: int = 0
     shared_at: int = -1
     """How many collectives this rank had issued when it had an error before the first one of a pass, and went on. What
@@ -170,6 +172,20 @@ def wait_until_done(name: str, group: Any, work: Work, number: int) -> None:
     until(name, group, lambda: _done_within(work, PATIENCE_S), number)
 
 
+def meet(name: str, group: Any) -> None:
+    """Wait until all ranks of the group have come here, over its store: before what waits for all of them in silence,
+    such as the making of a group. Raises what `until` does."""
+    member = _member(group)
+    member.meetings += 1
+    key, ranks, store = f"fxskip/met/{member.meetings}", len(member.ranks), member.store
+    wait = partial(_wait, name, member, member.meetings, _meetings_of(member.group))
+    try:
+        store.add(key, 1)
+    except RuntimeError as error:
+        raise _broken(name, member, error) from error
+    _until(name, member, lambda: _comes_true(lambda: store.add(key, 0) == ranks), wait)
+
+
 def until(name: str, group: Any, done: Callable[[], bool], number: int) -> None:
     """Call `done`, which waits for a moment, until it returns True: the group's `number`-th collective is done then.
 
@@ -177,6 +193,10 @@ def until(name: str, group: Any, done: Callable[[], bool], number: int) -> None:
     transport fails in `done`.
     """
     member = _member(group)
+    _until(name, member, done, partial(_wait, name, member, number, member.group))
+
+
+def _until(name: str, member: _Member, done: Callable[[], bool], wait: Callable[[], Wait]) -> None:
     is_written, crossed = False, ""
     try:
         while not done():
@@ -184,7 +204,7 @@ def until(name: str, group: Any, done: Callable[[], bool], number: int) -> None:
                 raise _stopped(name, member, said)
             if not is_written:
                 is_written = True
-                write_down(member.me, _wait(name, member, number))
+                write_down(member.me, wait())
             elif crossed := for_each_other(member.me):
                 raise _tell_crossed(name, member, crossed)
     except RuntimeError as error:
@@ -194,12 +214,28 @@ def until(name: str, group: Any, done: Callable[[], bool], number: int) -> None:
             strike_out(member.me)
 
 
-def _wait(name: str, member: _Member, number: int) -> Wait:
+def _wait(name: str, member: _Member, number: int, group: str) -> Wait:
     members = list(_MEMBERS.values())
+    issued = {one.group: one.issued for one in members}
+    met = {_meetings_of(one.group): one.meetings for one in members}
     return Wait(
-        name, member.group, number, member.ranks,
-        {one.group: one.issued for one in members}, {one.group: list(one.recent) for one in members},
-    )  # fmt: skip
+        name, group, number, member.ranks, issued | met, {one.group: list(one.recent) for one in members}
+    )
+
+
+def _meetings_of(group: str) -> str:
+    """What a group's meetings are counted under, beside its collectives."""
+    return f"{group}, meetings"
+
+
+def _comes_true(holds: Callable[[], bool]) -> bool:
+    """Whether it does within a moment."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def _done_within(work: Work, seconds: float) -> bool:

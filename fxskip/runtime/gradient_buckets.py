@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxskip.collectives.all_reduce import reduce_in_place
-from fxskip.collectives.failures import join
+from fxskip.collectives.failures import join, meet
 from fxskip.collectives.landing import Landing, launch
 from fxskip.collectives.measuring import Place, Sent
 from fxskip.errors import PassError
@@ -254,17 +254,24 @@ def _lanes(layer_mesh: LayerMesh, parallel: RegionParallel) -> tuple[Lane, Lane]
     found = []
     for name, own_axes in ((DATA, axes), (EXPERT_DATA, tuple(a for a in axes if a != parallel.expert_axis))):
         size = prod(layer_mesh.mesh[axis].size() for axis in own_axes)
-        group = layer_mesh.lane(own_axes)
+        group = _lane_group(layer_mesh, own_axes)
         if group is not None:
             join(group)
         found.append(Lane(name, group, size, share))
     return found[0], found[1]
 
 
+def _lane_group(layer_mesh: LayerMesh, axes: tuple[str, ...]) -> Any:
+    """`layer_mesh.lane(axes)`. Where a rank leaves out the call that makes it, torch would wait for it in silence."""
+    for axis in layer_mesh.axes_to_meet(axes):  # then ranks know of each other over all of them
+        meet(f"making of a group for gradients ({axis})", layer_mesh.axis(axis).get_group())
+    return layer_mesh.lane(axes)
+
+
 def _everyone(layer_mesh: LayerMesh, parallel: RegionParallel) -> tuple[Any, bool]:
     """The group of the whole mesh, and whether the exchanges of counts are among all of it."""
     names = layer_mesh.mesh.mesh_dim_names or ()
-    group = layer_mesh.lane(names)
+    group = _lane_group(layer_mesh, names)
     join(group)
     wide = {name for name in names if layer_mesh.mesh[name].size() > 1}
     return group, parallel.exchange == "all_to_all" and wide == {parallel.expert_axis}

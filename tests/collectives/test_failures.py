@@ -245,6 +245,20 @@ def one_leaves_average_gradients_out(rank: int) -> None:
     assert "rank 1: waits for expert counts of decoder layer 0" in text
 
 
+def one_leaves_the_first_average_out(rank: int) -> None:
+    """In which the others make process groups."""
+    module = on_a_group_of_its_own(in_mode(student(), "scheduled"))
+    backward_of(module, rank).backward()
+    said = "make different calls, and wait for each other"
+    with pytest.raises(fxskip.CollectiveError, match=said) as caught:
+        if rank == 0:
+            fxskip.average_gradients(module)
+        backward_of(module, rank)
+    text = str(caught.value)
+    assert "rank 0: waits for making of a group for gradients (expert)" in text
+    assert "rank 1: waits for expert counts of decoder layer 0" in text
+
+
 def _all_of(checks: tuple[Callable[[int], None], ...], folder: Path, rank: int) -> None:
     for check in checks:
         (folder / f"rank{rank}").write_text(check.__name__)
@@ -286,7 +300,7 @@ def test_a_backward_pass_left_out(tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
-    ends, last = run((one_leaves_average_gradients_out,), tmp_path)
+    ends, last = run((one_leaves_average_gradients_out, one_leaves_the_first_average_out), tmp_path)
     assert (ends, last) == ({0: 0, 1: 0}, ["done", "done"])
 
 
