@@ -72,7 +72,7 @@ class CostTable(Strict):
         if work:
             raise ScheduleError(
                 "schedule.costs",
-                f"the costs were measured for another {', '.join(work)}",
+                f"the costs were measured for a student that differs in {', '.join(work)}",
                 where=f"{path}: " + "; ".join(work.values()),
                 hint="measure this student with fxskip trace, or write costs: roofline",
             )

@@ -34,7 +34,7 @@ class About:
     transport: str
     """What moves the rows; "" in one process."""
     choice: TransportChoice | None
-    """Why that does; None in one process."""
+    """Why that does; None where no rows travel."""
     backward: str
     """"explicit" where layers have an order of their own for it, else "mirrored"."""
     gradients: bool

@@ -159,6 +159,13 @@ def why_no_gradients(model: nn.Module) -> str:
     return ""
 
 
+def _exchange(parallel: RegionParallel | None) -> str:
+    """What layers exchange values by: where matrices alone are cut, sums; "" in one process."""
+    if parallel is None:
+        return ""
+    return parallel.exchange if parallel.ranks > 1 else "all_reduce"
+
+
 def _about(model: nn.Module, batch: Mapping[str, Any], processes: int, backward: str) -> About:
     """What was traced, after the steps, as this rank sees it."""
     layers = rewired_layers(model)
@@ -170,9 +177,9 @@ def _about(model: nn.Module, batch: Mapping[str, Any], processes: int, backward:
         layers=len(layers),
         processes=processes,
         mode=parallel.mode if parallel is not None else "one process",
-        exchange=parallel.exchange if parallel is not None else "",
+        exchange=_exchange(parallel),
         transport=parallel.transport if parallel is not None else "",
-        choice=first.fxskip_transport if parallel is not None else None,
+        choice=first.fxskip_transport if _exchange(parallel) == "all_to_all" else None,
         backward=backward,
         gradients=not why_not,
         why_no_gradients=why_not,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import fxskip
 from fxskip.bench.overlap_model import WIRINGS, Setting
-from fxskip.bench.overlap_ranks import measure_pair
+from fxskip.bench.overlap_ranks import MOVED_BY, measure_pair
 from fxskip.collectives.landing import under_way
 from fxskip.collectives.measuring import routing_in_turn, sending_nothing, waiting_at_once
 from fxskip.schedule.cost_table import load_costs, save_costs
@@ -175,6 +175,7 @@ def explicit_sums(rank: int, folder: Path) -> None:
     sums["schedule"] = {"backward": "explicit"}
     inputs = own_batch(0)
     timeline = fxskip.trace(spread(original(), **sums), inputs, folder / "with_sums", steps=1)
+    assert "all_reduce by gloo" in str(timeline) and "transport of rows" not in str(timeline)
     want = {f"{n}.{role}.bwd" for n in range(1, LAYERS) for role in ("enter", "enter.2")}
     for runs in timeline.ranks:
         assert {f.name for f in runs["as it is"].records[0].flights if f.phase == "backward"} == want
@@ -214,7 +215,7 @@ def scheduled_by(path: Path, kind: str = "deepseek_v2", **overrides: Any) -> Any
 def tables_that_do_not_fit(rank: int, folder: Path) -> None:
     """Of another model, of other ranks, on one rank alone: said on both, before a layer is spread or a row is sent."""
     path = folder / "trace" / "costs.json"
-    with pytest.raises(fxskip.ScheduleError, match="measured for another model, shapes"):
+    with pytest.raises(fxskip.ScheduleError, match="measured for a student that differs in model, shapes"):
         scheduled_by(path, "mixtral")
     with pytest.raises(fxskip.ScheduleError, match=r"input_layernorm.weight \[64\], here \[32\]"):
         scheduled_by(path, hidden_size=32)
@@ -347,12 +348,13 @@ def a_tiny_bench(rank: int, folder: Path) -> None:
         layers=3, micro_batch=1, tokens=16, rounds=1, traced_steps=1, link="default", measured_costs=True, is_tiny=True
     )  # fmt: skip
     found = dict(measure_pair(setting, rank))
-    conditions = {place[0] for place in found} - {"environment", "peak_gib"}
+    conditions = {place[0] for place in found} - {"environment", "peak_gib", MOVED_BY}
     assert conditions == {
         "real routing, real data",
         "routing in turn, real data",
         "routing in turn, zero data",
     }
+    assert all(found[MOVED_BY, wiring]["chosen"] == "gloo" for wiring in WIRINGS)
     for condition in conditions:
         for wiring in WIRINGS:
             for mode in ("as it is", "blocking", "nothing sent"):
