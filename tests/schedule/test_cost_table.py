@@ -38,11 +38,11 @@ def test_what_a_layer_is_scheduled_by_can_be_hashed():
     [
         (
             {"model": "MixtralForCausalLM"},
-            "another model\n.*'DeepseekV2ForCausalLM', here 'MixtralForCausalLM'",
+            "differs in model\n.*'DeepseekV2ForCausalLM', here 'MixtralForCausalLM'",
         ),
         (
             {"shapes": KEY.shapes | {"layers.1.gate.weight": [32, 2048]}},
-            r"another shapes\n.*layers.1.gate.weight \[64, 2048\], here \[32, 2048\]",
+            r"differs in shapes\n.*layers.1.gate.weight \[64, 2048\], here \[32, 2048\]",
         ),
         (
             {"shapes": {"layers.0.o_proj.weight": [2048, 2048]}},
@@ -50,7 +50,7 @@ def test_what_a_layer_is_scheduled_by_can_be_hashed():
         ),
         (
             {"parallel": {"expert": "4, all_to_all", "tensor": "1"}, "dtype": "float32"},
-            "another parallel, dtype\n.*expert 8, all_to_all, here 4, all_to_all; 'bfloat16', here 'float32'",
+            "differs in parallel, dtype\n.*expert 8, all_to_all, here 4, all_to_all; 'bfloat16', here 'float32'",
         ),
     ],
 )
