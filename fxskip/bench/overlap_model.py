@@ -14,6 +14,7 @@ import fxskip
 from fxskip.bench.mirror import HOST_COPIES
 from fxskip.collectives.expert_parallel import local
 from fxskip.tracing.runs import Stepper
+from fxskip.transport import Asked
 
 RANKS = 2
 Wiring = Literal["stock", "stock, split weights", "farskip"]
@@ -63,8 +64,7 @@ class Setting:
     measured_costs: bool
     """Orders are chosen by costs that are measured first, not by the roofline."""
     is_tiny: bool
-    transport: Literal["auto", "copy_engine", "measured"] = "auto"
-    """What moves rows between experts, as a spec says it."""
+    transport: Asked = "auto"
     choices: int | None = None
     """Experts of a token, None for the model's: rows that travel, and what is computed of them, are in proportion."""
 
@@ -87,6 +87,20 @@ class Setting:
         if self.choices is not None:
             shapes = shapes | {"num_experts_per_tok": self.choices}
         return AutoConfig.for_model("deepseek_v2", num_hidden_layers=self.layers, **shapes)
+
+
+def ways_to_send(
+    *, mirror: bool, slow_link: bool, copy_engine: bool, measured_transport: bool
+) -> list[tuple[Link, Asked]]:
+    """The links and transports that are asked for: a mirror image by itself, or what `auto` is and more beside it."""
+    if mirror:  # copies, which a CPU does not have
+        return [(MIRROR, "copy_engine" if torch.cuda.device_count() else "auto")]
+    more: list[tuple[bool, Link, Asked]] = [
+        (slow_link, SLOW, "auto"),
+        (copy_engine, DEFAULT, "copy_engine"),
+        (measured_transport, DEFAULT, "measured"),
+    ]
+    return [(DEFAULT, "auto"), *((link, transport) for asked, link, transport in more if asked)]
 
 
 def device_here() -> torch.device:

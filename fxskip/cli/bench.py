@@ -1,7 +1,7 @@
 """`fxskip bench`: what fxskip's parts cost on this machine."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -211,48 +211,18 @@ def overlap(
       fxskip bench overlap --alone --layers 8 --out one-process.json
       fxskip bench overlap --tiny --out check.json
     """
-    import torch
-
-    # Unlike is_available, device_count leaves GPUs to processes that are started later.
-    needed = 1 if alone or mirror else 2
-    if not tiny and torch.cuda.device_count() < needed:
-        raise FxskipError(
-            "bench overlap",
-            f"CUDA devices needed: {needed}; seen by this PyTorch: {torch.cuda.device_count()}",
-            hint="run it on a machine with two GPUs, or give --mirror or --alone for one, or --tiny for none",
-        )
-    if mirror and (alone or slow_link or copy_engine or measured_transport):
-        raise FxskipError(
-            "bench overlap",
-            "--mirror is given with another choice of what is measured",
-            hint="it is measured by itself: leave out --alone, --slow-link, --copy-engine and --measured-transport",
-        )
-    exchanges = {
+    transports = {
         "--slow-link": slow_link,
         "--copy-engine": copy_engine,
         "--measured-transport": measured_transport,
-        "--measured-costs": measured_costs,
     }
-    if alone and any(exchanges.values()):
-        given = ", ".join(name for name, is_given in exchanges.items() if is_given)
-        raise FxskipError(
-            "bench overlap",
-            f"--alone is given with {given}",
-            hint="one process exchanges nothing, so these would change nothing: leave out one or the other",
-        )
+    refuse_contradictions(alone=alone, mirror=mirror, transports=transports, measured_costs=measured_costs)
+    if not tiny:
+        require_gpus(1 if alone or mirror else 2)
     from fxskip.bench.overlap import run
-    from fxskip.bench.overlap_model import DEFAULT, MIRROR, SLOW, Link, Setting
+    from fxskip.bench.overlap_model import Setting, ways_to_send
 
     sizes = (32, 2) if tiny else (4096, 12)
-    kinds: list[tuple[Link, Literal["auto", "copy_engine", "measured"]]] = [(DEFAULT, "auto")]
-    if mirror:  # copies, which a CPU does not have
-        kinds = [(MIRROR, "copy_engine" if torch.cuda.device_count() else "auto")]
-    if slow_link:
-        kinds.append((SLOW, "auto"))
-    if copy_engine:
-        kinds.append((DEFAULT, "copy_engine"))
-    if measured_transport:
-        kinds.append((DEFAULT, "measured"))
     settings = [
         Setting(
             layers=count,
@@ -266,11 +236,51 @@ def overlap(
             transport=transport,
             choices=choices,
         )
-        for link, transport in kinds
+        for link, transport in ways_to_send(
+            mirror=mirror,
+            slow_link=slow_link,
+            copy_engine=copy_engine,
+            measured_transport=measured_transport,
+        )
         for count in layers or ([3] if tiny else [8, 27])
         for batch in micro_batch or ([1] if tiny else [2])
     ]
     run(out, settings, alone=alone)
+
+
+def refuse_contradictions(
+    *, alone: bool, mirror: bool, transports: dict[str, bool], measured_costs: bool
+) -> None:
+    """Refuses options that would do nothing beside `--alone` or `--mirror`, which measure one thing by itself."""
+    if mirror and (alone or any(transports.values())):
+        raise FxskipError(
+            "bench overlap",
+            "--mirror is given with another choice of what is measured",
+            hint=f"it is measured by itself: leave out --alone, {', '.join(transports)}",
+        )
+    given = [
+        name for name, is_given in {**transports, "--measured-costs": measured_costs}.items() if is_given
+    ]
+    if alone and given:
+        raise FxskipError(
+            "bench overlap",
+            f"--alone is given with {', '.join(given)}",
+            hint="one process exchanges nothing, so these would change nothing: leave out one or the other",
+        )
+
+
+def require_gpus(needed: int) -> None:
+    """Refuses a machine that has fewer CUDA devices."""
+    import torch
+
+    # Unlike is_available, device_count leaves GPUs to processes that are started later.
+    seen = torch.cuda.device_count()
+    if seen < needed:
+        raise FxskipError(
+            "bench overlap",
+            f"CUDA devices needed: {needed}; seen by this PyTorch: {seen}",
+            hint="run it on a machine with two GPUs, or give --mirror or --alone for one, or --tiny for none",
+        )
 
 
 @bench.command("plot")
