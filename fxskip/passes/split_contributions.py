@@ -143,9 +143,16 @@ def _is_wide(node: fx.Node, width: Any) -> bool:
 
 
 def _is_projected(node: fx.Node, nodes: set[fx.Node]) -> bool:
-    """Whether a matrix product made the value: an expert's output, not the block's normalised input."""
-    edges = {n: set(n.all_input_nodes) & nodes for n in nodes}
+    """Whether a matrix product made the value: an expert's output, not the block's normalised input.
+
+    What an index picks is not made by the product that chose it: biases of experts, by the router's.
+    """
+    edges = {n: {a for a in n.all_input_nodes if a in nodes and not _is_index(a)} for n in nodes}
     return any(is_matrix_product(n) for n in reachable([node], edges))
+
+
+def _is_index(node: fx.Node) -> bool:
+    return is_tensor(node) and not value(node).is_floating_point()
 
 
 def _require_settled(graph: fx.Graph, write: Write) -> None:
