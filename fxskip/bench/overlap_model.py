@@ -65,6 +65,7 @@ class Setting:
     """Orders are chosen by costs that are measured first, not by the roofline."""
     is_tiny: bool
     transport: Asked = "auto"
+    """What moves rows between experts, as a spec says it."""
     choices: int | None = None
     """Experts of a token, None for the model's: rows that travel, and what is computed of them, are in proportion."""
 

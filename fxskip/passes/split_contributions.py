@@ -59,7 +59,7 @@ def split_contributions(graph: fx.Graph) -> fx.Graph:
         assert about is not None
         if about.kind == "moe":
             nodes = set(block_nodes(new, write.number))
-            _open_sum(write.contribution, _routed(new, nodes), nodes)
+            _open_sum(write.contribution, _routed(new, nodes, _width(write)), nodes)
         else:
             update(write.contribution, role="addend", addend=about.kind)
         _require_settled(new, write)
@@ -79,7 +79,8 @@ def inseparable_reason(graph: fx.Graph, write: Write) -> str:
     added = [n for n in inside if (a := info(n)) is not None and a.addend == "routed"]
     if not added:
         return ""
-    routed = _routed(graph, nodes)
+    width = _width(write)
+    routed = _routed(graph, nodes, width)
     if (alone := _routes_itself(inside)) is not None:
         return (
             f"the module {leaf_path(alone)} runs as it is and routes tokens itself; if it has no shared expert inside, "
@@ -87,7 +88,6 @@ def inseparable_reason(graph: fx.Graph, write: Write) -> str:
             "expert, into a module of its own"
         )
     before = reachable(added, reverse(dataflow(graph))) & nodes
-    width = value(write.result).shape[-1]
     chosen = reachable(routing_nodes(inside), {n: set(n.users) for n in graph.nodes})
     for node in (n for n in graph.nodes if n in before):
         base = node.args[0] if op_name(node).rstrip("_") in _WRITES_INTO else None
@@ -111,14 +111,22 @@ def inseparable_reason(graph: fx.Graph, write: Write) -> str:
     return ""
 
 
-def _routed(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
+def _width(write: Write) -> Any:
+    """Of the stream."""
+    return value(write.result).shape[-1]
+
+
+def _routed(graph: fx.Graph, nodes: set[fx.Node], width: Any) -> set[fx.Node]:
     """The nodes of a sub-block that depend on the routed experts, also through memory that is written in place."""
     edges = dataflow(graph)
     written = writers(graph)
     routing = routing_nodes([n for n in graph.nodes if n in nodes])
     # Where the experts' products are seen, what only the choice of experts weighs waits for no exchange: a shared
-    # expert whose weight is normalised together with theirs.
+    # expert whose weight is normalised together with theirs. Biases of experts, added behind a product, are theirs.
     experts = [n for n in routing if "grouped_mm" in op_name(n) or is_leaf(n)]
+    if experts:
+        chosen = reachable(routing, edges) & nodes
+        experts += [n for n in chosen if _is_wide(n, width) and _is_picked(n, nodes)]
     found = reachable(experts or routing, edges)
     while True:
         memories = {memory for memory, by in written.items() if any(n in found for n in by)}
@@ -142,17 +150,17 @@ def _is_wide(node: fx.Node, width: Any) -> bool:
     return statically_known_true(value(node).shape[-1] == width)
 
 
+def _is_picked(node: fx.Node, nodes: set[fx.Node]) -> bool:
+    """Whether the value is made of parameters, by indices or masks: rows of a bias, for one."""
+    inside = [a for a in node.all_input_nodes if a in nodes]
+    by_index = all(is_tensor(a) and not value(a).is_floating_point() for a in inside)
+    return by_index and len(inside) < len(node.all_input_nodes)
+
+
 def _is_projected(node: fx.Node, nodes: set[fx.Node]) -> bool:
-    """Whether a matrix product made the value: an expert's output, not the block's normalised input.
-
-    What an index picks is not made by the product that chose it: biases of experts, by the router's.
-    """
-    edges = {n: {a for a in n.all_input_nodes if a in nodes and not _is_index(a)} for n in nodes}
+    """Whether a matrix product made the value: an expert's output, not the block's normalised input."""
+    edges = {n: set(n.all_input_nodes) & nodes for n in nodes}
     return any(is_matrix_product(n) for n in reachable([node], edges))
-
-
-def _is_index(node: fx.Node) -> bool:
-    return is_tensor(node) and not value(node).is_floating_point()
 
 
 def _require_settled(graph: fx.Graph, write: Write) -> None:

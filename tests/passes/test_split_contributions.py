@@ -1,13 +1,16 @@
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fxskip.errors import PassError
-from fxskip.ir import block_nodes, info, show
+from fxskip.ir import block_nodes, info, show, writes
 from fxskip.passes.classify import classify
 from fxskip.passes.find_stream import find_stream
 from fxskip.passes.functionalise import functionalise
-from fxskip.passes.split_contributions import addends, split_contributions
+from fxskip.passes.split_contributions import addends, inseparable_reason, split_contributions
 from tests.passes.graphs import (
     Body,
     after_attention,
@@ -21,6 +24,8 @@ from tests.passes.graphs import (
     shared,
     stream,
 )
+
+BIASES = torch.randn(4, 4, dtype=torch.float64)
 
 
 def classified(body: Body) -> fx.Graph:
@@ -230,3 +235,44 @@ def test_an_addend_that_is_overwritten_after_it_was_added() -> None:
 
     with pytest.raises(PassError, match="'s' is overwritten by setitem after it was added to the stream"):
         split_contributions(classified(body))
+
+
+# --- experts as a grouped product -----------------------------------------------------------------
+
+
+def grouped(x: Tensor, extra: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Experts as a grouped product, with something added behind it: of all tokens and the experts chosen for them."""
+    r, h = after_attention(x)
+    tokens = h.reshape(-1, 4)
+    weights, chosen = (tokens @ tokens.new_ones(4, 4)).topk(1)
+    ends = torch.full((4,), 6, dtype=torch.int32)
+    rows = tokens.repeat(1, 2).bfloat16()  # the product takes rows of a multiple of 16 bytes
+    made = F.grouped_mm(rows, rows.new_ones(4, 8, 8), offs=ends).to(x.dtype)[:, :4]
+    return r + ((made + extra(tokens, chosen[:, 0])) * weights).view(h.shape)
+
+
+def bias_of_the_chosen(x: Tensor) -> Tensor:
+    return grouped(x, lambda tokens, chosen: BIASES[chosen])
+
+
+def embedding_of_the_chosen(x: Tensor) -> Tensor:
+    return grouped(x, lambda tokens, chosen: F.embedding(chosen, BIASES))
+
+
+def projection_of_all_tokens(x: Tensor) -> Tensor:
+    return grouped(x, lambda tokens, chosen: tokens @ tokens.new_ones(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (bias_of_the_chosen, {"routed"}),
+        (embedding_of_the_chosen, {"routed"}),
+        (projection_of_all_tokens, {"routed", "shared"}),
+    ],
+)
+def test_a_bias_of_experts_is_theirs_and_a_projection_is_not(body: Body, expected: set[str]) -> None:
+    graph = split_contributions(classified(body))
+
+    assert set(addends(graph, 2)) == expected
+    assert inseparable_reason(graph, writes(graph)[1]) == ""

@@ -37,12 +37,6 @@ def case(seed: int) -> tuple[Design, Spec]:
     return design, random_spec(design, draw, refused=draw.random() < 0.15)
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> None:
-    """Captures of hundreds of architectures would otherwise count as captures of one region."""
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed >= QUICK else []) for seed in range(MANY)]
 )

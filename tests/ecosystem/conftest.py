@@ -1,0 +1,3 @@
+from tests.captures import fresh_dynamo
+
+__all__ = ["fresh_dynamo"]
