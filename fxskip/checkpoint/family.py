@@ -111,15 +111,19 @@ class FxSkipModelMixin:
     def save_pretrained(
         self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any
     ) -> None:
-        """Save model, spec and wiring hash. What the folder held is whole until everything new is written."""
+        """Save model, spec and wiring hash. What the folder held is whole until everything new is written.
+
+        Of a model that is spread over processes all must call it, for all take part in gathering; not so where the
+        whole weights are given as `state_dict`: then those that call with `is_main_process` write, as ever.
+        """
         if kwargs.pop("push_to_hub", False):
             raise CheckpointError(
                 "save_pretrained", "push_to_hub=True", hint="save first, then model.push_to_hub(repo_id)"
             )
         self._require_loadable()
-        if is_spread(cast(nn.Module, self)):
-            # All processes take part in gathering, one writes, and none goes on before the folder is complete.
-            kwargs.setdefault("state_dict", whole_state_dict(cast(nn.Module, self)))
+        if kwargs.get("state_dict") is None and is_spread(cast(nn.Module, self)):
+            kwargs["state_dict"] = whole_state_dict(cast(nn.Module, self))
+            # One writes, and none goes on before the folder is complete.
             if dist.get_rank() == 0:
                 self._save(Path(save_directory), **kwargs)
             dist.barrier()

@@ -239,7 +239,7 @@ def refusals(rank: int, folder: Path) -> None:
 def test_two_processes(tmp_path: Path) -> None:
     """The ones that every change is checked with: two processes take half a minute to start."""
     run_on_ranks(
-        (gradients_are_the_mean_over_ranks, sharded_after_the_transform),
+        (gradients_are_the_mean_over_ranks, sharded_after_the_transform, save_pretrained),
         tmp_path,
         limit_s=180,
     )
@@ -258,7 +258,6 @@ def test_fully_shard(tmp_path: Path) -> None:
         weights_made_on_the_meta_device,
         state_dicts,
         a_run_is_resumed,
-        save_pretrained,
         refusals,
     )
     run_on_ranks(checks, tmp_path, limit_s=400)
